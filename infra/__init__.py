@@ -1,0 +1,1 @@
+"""Where things run: settings, adapters, the local stack."""

@@ -1,0 +1,1 @@
+"""One file for each arrow of the data flow."""

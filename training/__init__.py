@@ -1,0 +1,1 @@
+"""How a model is trained, in process: torch, the checkpoint engine and its stores. Usable alone."""

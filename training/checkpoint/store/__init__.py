@@ -1,0 +1,1 @@
+"""Stores: where the bytes of a checkpoint live."""

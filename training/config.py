@@ -1,0 +1,159 @@
+"""The configuration of one training: defaults < YAML file < `--set key=value`.
+
+Frozen, and closed: an unknown key is an error that names its neighbours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from training.errors import Invalid
+
+JOB_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,63}$"
+
+
+class Frozen(BaseModel):
+    """Base of all configuration: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CheckpointConfig(Frozen):
+    """When to save and how. A save also happens at the end of every epoch."""
+
+    every_steps: int = Field(50, ge=0, description="optimizer steps between saves; 0: at epoch ends only")
+    deltas_per_base: int = Field(8, ge=0, description="after this many deltas comes a new base")
+    encode_threads: int = Field(1, ge=1, le=64, description="threads that compress beside the training")
+
+
+class SupervisorConfig(Frozen):
+    """How the supervisor of a range treats its training process."""
+
+    silence_seconds: float = Field(120.0, gt=0, description="no progress for this long: the process is killed")
+    restarts_in_place: int = Field(1, ge=0, description="restarts on this node before the orchestrator's retry")
+
+
+class JobConfig(Frozen):
+    """Everything that decides what one run computes."""
+
+    job: str = Field(pattern=JOB_PATTERN, description="import path of the job class, module:Class")
+    name: str = Field("", pattern=r"^$|" + NAME_PATTERN, description="short name; default from the class")
+    data: str | None = Field(None, description="folder tracked by DVC, relative to the project's root")
+    seed: int = Field(0, ge=0, lt=2**63)
+    epochs: int = Field(1, ge=1)
+    epochs_per_range: int = Field(1, ge=1, description="epochs of one scheduled unit")
+    batch_size: int = Field(32, ge=1, description="samples of one micro-batch")
+    accumulate_batches: int = Field(1, ge=1, description="micro-batches of one optimizer step")
+    clip_grad_norm: float | None = Field(None, gt=0)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(1, ge=1, description="intra-op threads; a part of what makes a run bit-exact")
+    loader_workers: int = Field(0, ge=0)
+    params: dict[str, Any] = Field(default_factory=dict, description="the job's own parameters")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    attempts_per_range: int = Field(5, ge=1, description="orchestrated attempts before a range gives up")
+
+    @property
+    def short_name(self) -> str:
+        """`name`, or the module name of the job with `-` for `_`."""
+        return self.name or self.job.partition(":")[0].rpartition(".")[2].lower().replace("_", "-")
+
+    def identity(self) -> dict[str, Any]:
+        """The part that changes the numbers. A checkpoint resumes only under an equal identity."""
+        kept = ("job", "seed", "epochs", "batch_size", "accumulate_batches", "clip_grad_norm")
+        kept += ("precision", "threads", "params")
+        return self.model_dump(mode="json", include=set(kept))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Half-open epoch ranges `[start, stop)` that cover `[0, epochs)`."""
+        step = self.epochs_per_range
+        return [(start, min(start + step, self.epochs)) for start in range(0, self.epochs, step)]
+
+
+def digest_of(value: Any) -> str:
+    """sha256 of the canonical JSON of `value`, as `sha256:<hex>`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """Read a job's YAML file, apply `key=value` overrides (dotted keys reach inside), validate.
+
+    Raises:
+        Invalid: the file is missing or not YAML, a key is unknown, or a value is out of range.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise Invalid(f"no job file at {file}", hint="jobs that come with retoma: training/jobs/*.yaml")
+    try:
+        values = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise Invalid(f"{file} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise Invalid(f"{file} must hold a mapping of keys, not {type(values).__name__}")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, source=str(file))
+
+
+def parse_config(values: Mapping[str, Any], source: str = "configuration") -> JobConfig:
+    """Validate plain values.
+
+    Raises:
+        Invalid: names every wrong key, what was expected, and the nearest known key.
+    """
+    try:
+        return JobConfig.model_validate(values)
+    except ValidationError as error:
+        raise Invalid(f"{source}: {explain(error, JobConfig)}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line for each problem, with a suggestion for a misspelt key."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = _keys(model, problem["loc"][:-1])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"unknown key {key!r}; {advice}")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem.get('input')!r}")
+    return "; ".join(lines)
+
+
+def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return sorted(model.model_fields)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"[\w.]+", key):
+        raise Invalid(f"override {override!r} is not key=value", hint="for example --set epochs=3")
+    *parents, last = key.split(".")
+    for part in parents:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise Invalid(f"override {override!r}: {part!r} is a value, not a section")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise Invalid(f"override {override!r}: the value is not YAML") from error

@@ -1,0 +1,1 @@
+"""Example jobs, one file each with its YAML beside it."""
