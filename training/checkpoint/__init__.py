@@ -1,0 +1,1 @@
+"""Incremental checkpoints: base + delta, committed by one manifest, fenced by a token."""
