@@ -1,0 +1,161 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from infra.settings import TELEMETRY_OFF, Settings, find_home, load_settings
+from training.errors import Invalid, Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_retoma_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("RETOMA_"):
+            monkeypatch.delenv(name)
+
+
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("RETOMA_STATE_DIR", str(tmp_path))
+    (tmp_path / "stack.json").write_text(json.dumps({"prefect": 4200, "mlflow": 5000}))
+    return load_settings()
+
+
+def test_defaults_live_below_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "training")
+    settings = load_settings()
+    assert settings.home == ROOT
+    assert settings.state_dir == ROOT / ".retoma"
+    assert settings.checkpoints_url == str(ROOT / ".retoma" / "checkpoints")
+    assert settings.mlflow_experiment == "retoma"
+
+
+def test_outside_of_any_project_the_installed_one_is_home(tmp_path: Path) -> None:
+    assert find_home(tmp_path) == ROOT
+
+
+def test_a_pyproject_of_another_project_is_not_home(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert find_home(tmp_path) == ROOT
+    (tmp_path / "pyproject.toml").write_text("not = [toml")
+    assert find_home(tmp_path) == ROOT
+
+
+def test_the_nearest_project_wins_over_the_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "retoma"\n')
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert find_home(tmp_path / "a" / "b") == tmp_path
+
+
+def test_the_environment_sets_fields_and_what_follows_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RETOMA_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("RETOMA_GPU_LIMIT", "2")
+    settings = load_settings()
+    assert settings.checkpoints_url == str(tmp_path / "checkpoints")
+    assert settings.gpu_limit == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("file:///a/b%20c", "/a/b c"),
+        ("/a/b/", "/a/b"),
+        ("s3://bucket/prefix/", "s3://bucket/prefix"),
+    ],
+)
+def test_checkpoint_urls_are_normalised(given: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOMA_CHECKPOINTS_URL", given)
+    assert load_settings().checkpoints_url == kept
+    assert load_settings().run_url("r1") == f"{kept}/r1"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "near"),
+    [
+        ("RETOMA_STATEDIR", "x", "RETOMA_STATE_DIR"),
+        ("RETOMA_MLFLOW_URI", "http://x", "RETOMA_MLFLOW_URL"),
+        ("RETOMA_Q", "x", "RETOMA_"),
+    ],
+)
+def test_an_unknown_variable_is_an_error_that_names_the_nearest(
+    variable: str, value: str, near: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(Invalid, match=f"unknown variable {variable}; did you mean {near}"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RETOMA_GPU_LIMIT", "none"),
+        ("RETOMA_CHECKPOINTS_URL", "ftp://host/x"),
+        ("RETOMA_PREFECT_API_URL", "localhost:4200/api"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_variable(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(Invalid, match=rf"{variable}: .*{value!r}"):
+        load_settings()
+
+
+def test_without_servers_the_error_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOMA_STATE_DIR", str(tmp_path))
+    with pytest.raises(Unavailable) as caught:
+        load_settings().prefect_url()
+    assert "retoma up" in (caught.value.hint or "")
+    assert "RETOMA_PREFECT_API_URL" in (caught.value.hint or "")
+
+
+def test_the_local_stack_gives_the_urls_unless_they_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = local(tmp_path, monkeypatch)
+    assert settings.prefect_url() == "http://127.0.0.1:4200/api"
+    assert settings.tracking_url() == "http://127.0.0.1:5000"
+    monkeypatch.setenv("RETOMA_MLFLOW_URL", "https://mlflow.example/")
+    assert load_settings().tracking_url() == "https://mlflow.example"
+
+
+def test_children_get_no_telemetry_and_no_foreign_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = local(tmp_path, monkeypatch)
+    shell = {
+        "PATH": "/bin",
+        "PREFECT_API_KEY": "secret",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://elsewhere",
+        "MLFLOW_TRACKING_URI": "http://elsewhere",
+        "PREFECT_LOGGING_LEVEL": "DEBUG",
+    }
+    child = settings.environment(shell)
+    assert child.items() >= TELEMETRY_OFF.items()
+    assert child["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:5000"
+    assert child["PREFECT_HOME"] == str(tmp_path / "prefect")
+    assert child["PREFECT_LOGGING_LEVEL"] == "DEBUG"
+    assert child["PATH"] == "/bin"
+    assert not {"PREFECT_API_KEY", "PREFECT_SERVER_DATABASE_CONNECTION_URL"} & child.keys()
+
+
+def test_children_keep_the_credentials_of_a_server_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local(tmp_path, monkeypatch)
+    monkeypatch.setenv("RETOMA_PREFECT_API_URL", "https://prefect.example/api")
+    child = load_settings().environment({"PREFECT_API_KEY": "key"})
+    assert child["PREFECT_API_KEY"] == "key"
+    assert child["PREFECT_API_URL"] == "https://prefect.example/api"
+
+
+def test_a_child_reads_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = local(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    for name, value in settings.variables().items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == settings
