@@ -71,9 +71,8 @@ class JobConfig(Frozen):
 
     def identity(self) -> dict[str, Any]:
         """The part that changes the numbers. A checkpoint resumes only under an equal identity."""
-        kept = ("job", "seed", "epochs", "batch_size", "accumulate_batches", "clip_grad_norm")
-        kept += ("precision", "threads", "params")
-        return self.model_dump(mode="json", include=set(kept))
+        kept = {"job", "seed", "epochs", "batch_size", "accumulate_batches", "clip_grad_norm"}
+        return self.model_dump(mode="json", include=kept | {"precision", "threads", "params"})
 
     def ranges(self) -> list[tuple[int, int]]:
         """Half-open epoch ranges `[start, stop)` that cover `[0, epochs)`."""

@@ -1,0 +1,71 @@
+"""Small JSON objects of the store: a body in an envelope that proves the bytes are whole.
+
+    {"body":{...},"checksum":"xxh3_128:<32 hex digits of the body's bytes>"}\\n
+
+Claims, seals, manifests and the run's marker are documents. A flipped bit, a cut, an appended byte and a body
+that belongs under another key are all found when the document is read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from training.errors import Corrupt, Invalid
+
+FORMAT = 1
+_HEAD = b'{"body":'
+_MIDDLE = b',"checksum":"'
+_TAIL = b'"}\n'
+
+
+class Document(BaseModel):
+    """Base of everything stored as JSON. Unknown optional fields are ignored: later versions may add some."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format: int = FORMAT
+
+
+D = TypeVar("D", bound=Document)
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """xxh3_128 of bytes, as `xxh3_128:<hex>`: finds damage, does not resist an adversary."""
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(document: Document) -> bytes:
+    """Canonical bytes of a document: the same document always gives the same bytes."""
+    fields = document.model_dump(mode="json", by_alias=True, exclude_none=True)
+    body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _HEAD + body + _MIDDLE + digest(body).encode() + _TAIL
+
+
+def decode(data: bytes, model: type[D], key: str) -> D:
+    """Check the envelope and parse the body.
+
+    Raises:
+        Corrupt: the bytes are not exactly what `encode` wrote; names expected and actual digest.
+        Invalid: a later format version wrote the document.
+    """
+    body, middle, rest = data[len(_HEAD) :].rpartition(_MIDDLE)
+    if not (data.startswith(_HEAD) and middle and rest.endswith(_TAIL)):
+        raise Corrupt(f"{key} is not a whole document ({len(data)} bytes)", key=key)
+    expected, actual = rest[: -len(_TAIL)].decode("ascii", "replace"), digest(body)
+    if expected != actual:
+        raise Corrupt(f"{key}: expected digest {expected}, actual {actual}", key=key)
+    fields: dict[str, Any] = json.loads(body)
+    if fields.get("format") != FORMAT:
+        raise Invalid(
+            f"{key} has format {fields.get('format')!r}; this version reads format {FORMAT}",
+            hint="upgrade retoma, or read it with the version that wrote it",
+            key=key,
+        )
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise Corrupt(f"{key} does not hold a {model.__name__}: {error}", key=key) from error

@@ -1,0 +1,182 @@
+"""Which checkpoints a run has: candidates to restore from, newest first, and the lineage for people.
+
+Newest sealed token -> its manifests, newest first -> the head that its seal names -> the manifests of that
+token up to there -> ... A manifest of an older token beyond a sealed head is void and never appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from training.checkpoint.manifest import Committed, Ref, decode_manifest, manifest_key
+from training.checkpoint.store import Store
+from training.checkpoint.token import (
+    Claim,
+    Seal,
+    Skipped,
+    claim_key,
+    read_claim,
+    read_seal,
+    seal_key,
+    token_numbers,
+)
+from training.errors import Corrupt
+
+Known = Mapping[tuple[int, int], Committed]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One token: who claimed it, what it started from, how many manifests lie under it (void ones included)."""
+
+    token: int
+    claim: Claim | None
+    seal: Seal | None
+    manifests: int
+
+
+@dataclass
+class Lineage:
+    """A run's history for people and for the registry. Manifests are checked, packs are not read.
+
+    Attributes:
+        chain: committed checkpoints from the oldest to the head.
+        attempts: all tokens, oldest first.
+        problems: what is missing or damaged.
+    """
+
+    chain: list[Committed] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    problems: list[Skipped] = field(default_factory=list)
+
+    @property
+    def head(self) -> Committed | None:
+        """The newest committed checkpoint."""
+        return self.chain[-1] if self.chain else None
+
+
+def read_committed(store: Store, token: int, sequence: int, run: str | None = None) -> Committed:
+    """One manifest. Raises `Corrupt` if it is missing or damaged."""
+    return decode_manifest(store.get(manifest_key(token, sequence)), token, sequence, run)
+
+
+def read_parent(store: Store, child: Committed, known: Known | None = None) -> Committed:
+    """The parent of a checkpoint, held against the digest that the child recorded.
+
+    Raises:
+        Corrupt: missing, damaged, or not the manifest that the child was built on.
+    """
+    ref = child.manifest.parent
+    if ref is None:
+        raise Corrupt(f"{child.manifest.key} has no parent", key=child.manifest.key)
+    if (ref.token, ref.sequence) >= (child.ref.token, child.ref.sequence):
+        raise Corrupt(f"{child.manifest.key} names a parent that is not older", key=child.manifest.key)
+    found = (known or {}).get((ref.token, ref.sequence)) or read_committed(
+        store, ref.token, ref.sequence, child.manifest.run
+    )
+    if found.ref.digest != ref.digest:
+        key = manifest_key(ref.token, ref.sequence)
+        raise Corrupt(f"{key}: expected digest {ref.digest}, actual {found.ref.digest}", key=key)
+    return found
+
+
+def sequences(store: Store, token: int) -> list[int]:
+    """Sequences that have a manifest under a token, ascending."""
+    names = (key.rpartition("/")[2] for key, _ in store.list(f"manifests/{token:06d}/"))
+    return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+
+
+def candidates(
+    store: Store, before: int | None = None, notes: list[Skipped] | None = None
+) -> Iterator[tuple[int, int]]:
+    """(token, sequence) of every checkpoint that the history admits, newest first.
+
+    Args:
+        store: the run's store.
+        before: look only at tokens below this one (the attempt that asks).
+        notes: receives what is missing or damaged on the way.
+    """
+    notes = notes if notes is not None else []
+    claims, seals = token_numbers(store)
+    newest = max(claims | seals, default=0) if before is None else before - 1
+    limit: tuple[int, int] | None = None
+    for token in range(newest, 0, -1):
+        if limit and token > limit[0]:
+            continue
+        found = [n for n in sequences(store, token) if limit is None or token < limit[0] or n <= limit[1]]
+        if token not in seals and not found:
+            continue  # died between claim and seal: it has no manifests
+        yield from ((token, sequence) for sequence in reversed(found))
+        try:
+            head = read_seal(store, token).head
+        except Corrupt as error:
+            notes.append(Skipped(key=seal_key(token), reason=str(error)))
+            limit = _start_of(store, token, found) or (token - 1, 2**62)
+            continue
+        if head is None:
+            return
+        limit = (head.token, head.sequence)
+
+
+def _start_of(store: Store, token: int, found: list[int]) -> tuple[int, int] | None:
+    """Where a token started, told by its manifests when its seal is lost."""
+    for sequence in found:
+        try:
+            parent = read_committed(store, token, sequence).manifest.parent
+        except Corrupt:
+            continue
+        return (parent.token, parent.sequence) if parent and parent.token < token else None
+    return None
+
+
+def read_lineage(store: Store, known: Known | None = None) -> Lineage:
+    """The chain from the head back to the run's first checkpoint, and all attempts.
+
+    Args:
+        store: the run's store.
+        known: manifests read earlier by (token, sequence); they are immutable and not read again.
+    """
+    lineage = Lineage()
+    newest = _newest_readable(store, lineage.problems)
+    while newest is not None:
+        lineage.chain.append(newest)
+        if newest.manifest.parent is None:
+            break
+        try:
+            newest = read_parent(store, newest, known)
+        except Corrupt as error:
+            lineage.problems.append(Skipped(key=error.key or "", reason=str(error)))
+            break
+    lineage.chain.reverse()
+    lineage.attempts = _attempts(store, lineage.problems)
+    return lineage
+
+
+def _newest_readable(store: Store, problems: list[Skipped]) -> Committed | None:
+    for token, sequence in candidates(store, notes=problems):
+        try:
+            return read_committed(store, token, sequence)
+        except Corrupt as error:
+            problems.append(Skipped(key=manifest_key(token, sequence), reason=str(error)))
+    return None
+
+
+def _attempts(store: Store, problems: list[Skipped]) -> list[Attempt]:
+    claims, seals = token_numbers(store)
+    attempts = []
+    for token in sorted(claims | seals):
+        claim, seal = None, None
+        try:
+            claim = read_claim(store, token) if token in claims else None
+            seal = read_seal(store, token) if token in seals else None
+        except Corrupt as error:
+            problems.append(Skipped(key=error.key or claim_key(token), reason=str(error)))
+        attempts.append(Attempt(token, claim, seal, len(sequences(store, token))))
+    return attempts
+
+
+def head_ref(store: Store) -> Ref | None:
+    """Reference of the newest readable checkpoint, without claiming anything."""
+    newest = _newest_readable(store, [])
+    return newest.ref if newest else None

@@ -1,0 +1,199 @@
+"""The manifest: one small JSON object whose appearance in the store commits a checkpoint.
+
+It lists what changed. A chunk that is absent is the same as in the parent; `state_digest` covers the whole set.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from training.checkpoint.document import Document, decode, encode
+from training.checkpoint.document import digest as digest_bytes
+from training.errors import Corrupt
+
+CODEC = "blosc2-shuffle-zstd"
+FRAME_BYTES = 4 * 1024 * 1024
+
+
+class Part(BaseModel):
+    """Base of the manifest's sections: immutable; unknown optional fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Ref(Part):
+    """Names one checkpoint, and proves which bytes its manifest had."""
+
+    token: int = Field(ge=1)
+    sequence: int = Field(ge=0)
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.token:06d}/{self.sequence:08d}"
+
+
+class Position(Part):
+    """What comes next: zero-based epoch, optimizer step, and sample counted over all epochs."""
+
+    epoch: int = Field(0, ge=0)
+    step: int = Field(0, ge=0)
+    sample: int = Field(0, ge=0)
+
+
+class Frame(NamedTuple):
+    """One piece of a chunk, at most `FRAME_BYTES` decoded, as it lies in a pack."""
+
+    number: int  # place in the chunk: byte number * FRAME_BYTES
+    pack: int
+    offset: int
+    length: int
+    checksum: str  # of the encoded bytes
+    digest: str  # of the decoded bytes
+
+
+class Chunk(Part):
+    """The bytes of one rank's part of one tensor (or of a slab of small ones), as far as they changed.
+
+    `full`: all frames, decodable alone. `delta`: the changed frames, each the difference to the parent's frame
+    modulo 2^(8 * item_bytes), item by item.
+    """
+
+    key: str
+    mode: Literal["full", "delta"]
+    codec: str = CODEC
+    item_bytes: int
+    size_bytes: int
+    digest: str  # over the digests of all decoded frames
+    frames: tuple[Frame, ...]
+
+
+class Tensor(Part):
+    """Where a tensor of the state lies: a slice of a chunk."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]  # of this rank's part within the whole tensor
+    chunk: str
+    start: int  # bytes into the chunk
+
+
+class Layout(Part):
+    """The structure of the state: a tree of typed nodes, and the tensors that its leaves point at."""
+
+    tree: Any
+    tensors: tuple[Tensor, ...]
+
+
+class Pack(Part):
+    """One object of encoded frames. Its key follows from token, sequence, rank and index."""
+
+    size_bytes: int
+
+
+class Health(Part):
+    """Whether the published state is fit to be resumed from."""
+
+    finite: bool = True
+    loss: float | None = None
+
+
+class Costs(Part):
+    """What this save cost. Bytes and seconds; for people and for later decisions."""
+
+    state_bytes: int = 0
+    written_bytes: int = 0
+    stall_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    upload_seconds: float = 0.0
+
+
+class Writer(Part):
+    """Who wrote the checkpoint; informational."""
+
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+    created: str = ""  # wall clock, ISO 8601 UTC; never used to decide
+
+
+class MetricPoint(Part):
+    """Metrics at one optimizer step, collected since the parent checkpoint."""
+
+    step: int
+    values: dict[str, float]
+
+
+class Manifest(Document):
+    """The commit of one checkpoint."""
+
+    run: str
+    token: int = Field(ge=1)
+    sequence: int = Field(ge=0)
+    kind: Literal["base", "delta"]
+    parent: Ref | None = None
+    position: Position = Position()
+    world_size: int = 1
+    job: dict[str, Any] = Field(default_factory=dict)  # name, identity and digest of the configuration
+    data: dict[str, Any] = Field(default_factory=dict)  # path, digest and git revision of the data set
+    meta: dict[str, Any] = Field(default_factory=dict)  # the caller's own JSON
+    layout: Layout | None = None  # None: as in the parent
+    layout_digest: str
+    values: Annotated[list[Any], Field(default_factory=list)]  # the tree's scalars, as typed JSON
+    chunks: tuple[Chunk, ...] = ()
+    chunk_count: int
+    state_digest: str  # over key, item size, size and digest of every chunk of the whole state
+    packs: tuple[Pack, ...] = ()
+    deltas_since_base: int = 0
+    metrics: tuple[MetricPoint, ...] = ()
+    health: Health = Health()
+    costs: Costs = Costs()
+    writer: Writer = Writer()
+
+    @property
+    def key(self) -> str:
+        """The object that commits it."""
+        return manifest_key(self.token, self.sequence)
+
+    def pack_keys(self) -> list[str]:
+        """The objects that it names."""
+        return [pack_key(self.token, self.sequence, index) for index in range(len(self.packs))]
+
+
+class Committed(NamedTuple):
+    """A manifest as found in the store, with the digest of its bytes."""
+
+    manifest: Manifest
+    ref: Ref
+
+
+def manifest_key(token: int, sequence: int) -> str:
+    """`manifests/000003/00000041.json`."""
+    return f"manifests/{token:06d}/{sequence:08d}.json"
+
+
+def pack_key(token: int, sequence: int, index: int, rank: int = 0) -> str:
+    """`packs/000003/00000041-r0000-00.pack`."""
+    return f"packs/{token:06d}/{sequence:08d}-r{rank:04d}-{index:02d}.pack"
+
+
+def encode_manifest(manifest: Manifest) -> tuple[bytes, Ref]:
+    """Bytes to commit, and the reference that a child will hold."""
+    data = encode(manifest)
+    return data, Ref(token=manifest.token, sequence=manifest.sequence, digest=digest_bytes(data))
+
+
+def decode_manifest(data: bytes, token: int, sequence: int, run: str | None = None) -> Committed:
+    """Parse and check that the manifest belongs under its key.
+
+    Raises:
+        Corrupt: damaged, or written for another run, token or sequence.
+    """
+    key = manifest_key(token, sequence)
+    manifest = decode(data, Manifest, key)
+    found = (manifest.token, manifest.sequence, manifest.run)
+    if found != (token, sequence, run if run is not None else manifest.run):
+        raise Corrupt(f"{key} holds the manifest of run {manifest.run!r} {manifest.key}", key=key)
+    return Committed(manifest, Ref(token=token, sequence=sequence, digest=digest_bytes(data)))

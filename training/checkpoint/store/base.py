@@ -1,0 +1,76 @@
+"""What the engine asks of a store, and the closed alphabet of keys.
+
+A store holds the objects of one run below one URL. Objects are immutable: written once, whole, and durable when
+the call returns. No method reads a cached listing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from training.errors import Corrupt, Invalid
+
+Buffer = bytes | bytearray | memoryview
+
+_KEY = re.compile(r"[a-z0-9][a-z0-9.\-]*(/[a-z0-9][a-z0-9.\-]*)*")
+
+
+class NotFound(Corrupt, FileNotFoundError):
+    """No object under this key."""
+
+
+class ObjectInfo(NamedTuple):
+    """One row of a listing."""
+
+    key: str
+    size_bytes: int
+
+
+@runtime_checkable
+class Store(Protocol):
+    """The questions that the engine asks. Every method raises `Unavailable` when the store does not answer."""
+
+    url: str
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """Write the concatenated parts as one object, whole or not at all.
+
+        Keys of packs are unique to one attempt and one save. Writing equal bytes again is a no-op; other bytes
+        under an existing key are refused with `Corrupt`.
+        """
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Write if no object is there. True: this call wrote it. False: there was one, left untouched."""
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises `NotFound`."""
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; fewer at the object's end. Raises `NotFound`."""
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object now."""
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose key starts with `prefix` (a folder, ending in `/`, or empty), sorted by key."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; nothing happens if there is none."""
+
+
+def check_key(key: str) -> str:
+    """Refuse a key outside the closed alphabet: no user text, no `..`, no absolute path reaches a store."""
+    if not _KEY.fullmatch(key):
+        raise Invalid(f"store key {key!r} is outside the alphabet [a-z0-9.-/]")
+    return key
+
+
+def put_document(store: Store, key: str, data: bytes) -> bool:
+    """Put if absent, where our own retry counts as success.
+
+    Returns:
+        True when the store holds exactly `data` under `key`, whoever wrote it; False when it holds other bytes.
+    """
+    return store.put_if_absent(key, data) or store.get(key) == data

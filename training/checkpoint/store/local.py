@@ -1,0 +1,148 @@
+"""A store in a folder. An object appears whole under its name, or not at all, also after a power cut.
+
+Temporary file in the same folder, fsync, hard link to the final name (which fails if it exists: put-if-absent on
+any POSIX file system, NFS included), fsync of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key
+from training.errors import Corrupt, Invalid, Unavailable
+
+_TEMPORARY = ".tmp-"
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class LocalStore:
+    """Objects as files below `folder`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        self.url = self.folder.as_uri()
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """See `Store.put`."""
+        if not self._link(key, parts) and self.get(key) != b"".join(parts):
+            raise Corrupt(f"{key} already holds other bytes", key=key)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`."""
+        return self._link(key, [data])
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        with self._reading(key) as path:
+            return path.read_bytes()
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """See `Store.read`."""
+        with self._reading(key) as path, path.open("rb") as file:
+            return os.pread(file.fileno(), length, offset)
+
+    def exists(self, key: str) -> bool:
+        """See `Store.exists`."""
+        return self._path(key).exists()
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """See `Store.list`."""
+        found = []
+        for folder, _, names in os.walk(self.folder / prefix):
+            for name in names:
+                if not name.startswith(_TEMPORARY):
+                    path = Path(folder, name)
+                    with contextlib.suppress(FileNotFoundError):  # deleted while we were looking
+                        found.append(ObjectInfo(path.relative_to(self.folder).as_posix(), path.stat().st_size))
+        return sorted(found)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        path = self._path(key)
+        path.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            _fsync_folder(path.parent)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / check_key(key)
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[Path]:
+        try:
+            yield self._path(key)
+        except FileNotFoundError as error:
+            raise NotFound(f"no object {key} in {self.url}", key=key) from error
+        except OSError as error:
+            raise Unavailable(f"reading {self._path(key)}: {error}", key=key) from error
+
+    def _link(self, key: str, parts: Sequence[Buffer]) -> bool:
+        path = self._path(key)
+        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            _make_folder(path.parent)
+            with temporary.open("xb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), memoryview(part).cast("B"))
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            _fsync_folder(path.parent)
+            return True
+        except OSError as error:
+            raise self._explain(error, path, sum(memoryview(p).nbytes for p in parts)) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _explain(self, error: OSError, path: Path, needed_bytes: int) -> Unavailable | Invalid:
+        key = path.relative_to(self.folder).as_posix()
+        if error.errno in _NO_SPACE:
+            free_bytes = shutil.disk_usage(_nearest_folder(path)).free
+            return Unavailable(
+                f"no space to write {path}: {needed_bytes} bytes needed, {free_bytes} bytes free",
+                hint=f"free space below {self.folder}, or check the quota; nothing was committed",
+                key=key,
+            )
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP}:
+            return Invalid(
+                f"cannot write {path}: {error.strerror}",
+                hint="the folder must be writable, on a file system with hard links",
+                key=key,
+            )
+        return Unavailable(f"writing {path}: {error}", key=key)
+
+
+def _nearest_folder(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.is_dir())
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _make_folder(folder: Path) -> None:
+    """Create missing folders, and make each of them durable in its parent."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        _fsync_folder(new.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""What crosses the process boundary: typed JSON lines from a training process to its supervisor."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from training.checkpoint.manifest import Position, Ref
+from training.checkpoint.token import Skipped
+from training.config import Frozen, JobConfig
+from training.errors import RetomaError, error_of_kind
+
+
+class RangeSpec(Frozen):
+    """What a training process is told: one attempt at one epoch range."""
+
+    run: str
+    start: int  # first epoch of the range
+    stop: int  # first epoch after it
+    token: int  # claimed by the supervisor
+    store_url: str
+    config: JobConfig
+    data_folder: str | None = None  # absolute, verified
+    data_version: dict[str, str | int | bool | None] = Field(default_factory=dict)
+    expected: Ref | None = None  # the newest checkpoint that the registry knows
+
+
+class Restored(Frozen):
+    """The process has restored (or starts from nothing) and is about to train."""
+
+    kind: Literal["restored"] = "restored"
+    checkpoint: Ref | None
+    position: Position
+    skipped: tuple[Skipped, ...] = ()
+    seconds: float
+    total_steps: int
+    steps_per_epoch: int
+
+
+class Beat(Frozen):
+    """Progress: sent after an optimizer step at a bounded rate, never by a timer."""
+
+    kind: Literal["beat"] = "beat"
+    position: Position
+    loss: float | None
+    samples_per_second: float
+
+
+class Saved(Frozen):
+    """A checkpoint was committed and acknowledged."""
+
+    kind: Literal["saved"] = "saved"
+    checkpoint: Ref
+    checkpoint_kind: Literal["base", "delta"]
+    position: Position
+    written_bytes: int
+    state_bytes: int
+    stall_seconds: float
+    metrics: dict[str, float] = Field(default_factory=dict)  # of an evaluation, at epoch ends
+
+
+class Done(Frozen):
+    """The range is complete and its last checkpoint committed."""
+
+    kind: Literal["done"] = "done"
+    checkpoint: Ref
+    position: Position
+    state_digest: str
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Failed(Frozen):
+    """The process ends with an error. `error` is a kind of `training.errors`, or another exception's name."""
+
+    kind: Literal["failed"] = "failed"
+    error: str
+    message: str
+    hint: str | None = None
+
+    def exception(self) -> RetomaError:
+        """The error to raise on the supervisor's side."""
+        return error_of_kind(self.error, self.message, hint=self.hint)
+
+
+Message = Annotated[Restored | Beat | Saved | Done | Failed, Field(discriminator="kind")]
+_adapter: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """One line."""
+    return message.model_dump_json().encode() + b"\n"
+
+
+def decode_message(line: bytes) -> Message:
+    """Parse one line. Raises pydantic's ValidationError on anything else."""
+    return _adapter.validate_json(line)
