@@ -43,6 +43,15 @@ class SupervisorConfig(Frozen):
     restarts_in_place: int = Field(1, ge=0, description="restarts on this node before the orchestrator's retry")
 
 
+class InitFrom(Frozen):
+    """The checkpoint whose model weights a new run starts from. Optimizer, position and randomness start anew."""
+
+    store_url: str = Field(min_length=1)
+    run: str = Field(pattern=NAME_PATTERN)
+    token: int = Field(ge=1)
+    sequence: int = Field(ge=0)
+
+
 class JobConfig(Frozen):
     """Everything that decides what one run computes."""
 
@@ -62,7 +71,8 @@ class JobConfig(Frozen):
     params: dict[str, Any] = Field(default_factory=dict, description="the job's own parameters")
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
-    attempts_per_range: int = Field(5, ge=1, description="orchestrated attempts before a range gives up")
+    attempts_per_range: int = Field(5, ge=1, description="tries in a row without a new checkpoint, then give up")
+    init_from: InitFrom | None = Field(None, description="start from the weights of this checkpoint")
 
     @property
     def short_name(self) -> str:
@@ -72,7 +82,7 @@ class JobConfig(Frozen):
     def identity(self) -> dict[str, Any]:
         """The part that changes the numbers. A checkpoint resumes only under an equal identity."""
         kept = {"job", "seed", "epochs", "batch_size", "accumulate_batches", "clip_grad_norm"}
-        return self.model_dump(mode="json", include=kept | {"precision", "threads", "params"})
+        return self.model_dump(mode="json", include=kept | {"precision", "threads", "params", "init_from"})
 
     def ranges(self) -> list[tuple[int, int]]:
         """Half-open epoch ranges `[start, stop)` that cover `[0, epochs)`."""
