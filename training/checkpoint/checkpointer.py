@@ -1,0 +1,309 @@
+"""The face of the engine: incremental checkpoints in any training loop, without a server.
+
+    checkpointer = IncrementalCheckpointer("./checkpoints")
+    state = checkpointer.restore()                        # the newest intact state, or None
+    checkpointer.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, ...)
+
+`save` returns when the state is copied; encoding and writing go on in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from training.checkpoint.codec import release_gil
+from training.checkpoint.commit import commit
+from training.checkpoint.document import decode
+from training.checkpoint.manifest import Committed, Costs, Health, Manifest, MetricPoint, Position, Writer
+from training.checkpoint.pack import PackWriter, Reference, Written, write_packs
+from training.checkpoint.restore import RestoredState, restore_checkpoint, restore_newest
+from training.checkpoint.snapshot import Snapshot, SnapshotBuffers
+from training.checkpoint.store import NotFound, Store, open_store
+from training.checkpoint.token import MARKER_KEY, Marker, Seal, claim, mark_run, prove_put_if_absent, seal
+from training.checkpoint.tree import flatten
+from training.errors import Fenced, Invalid
+
+DEFAULT_RUN = "default"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One save on its way to the store."""
+
+    snapshot: Snapshot
+    buffers: SnapshotBuffers
+    position: Position
+    stall_seconds: float
+    base: bool
+    meta: dict[str, Any]
+    metrics: tuple[MetricPoint, ...]
+    health: Health
+
+
+class IncrementalCheckpointer:
+    """Saves what changed since the last committed checkpoint, and restores the newest intact one.
+
+    One object is one attempt at a run: it claims a fencing token when it first touches the store. A newer attempt
+    on the same store fences it, and its saves fail with `Fenced` from then on.
+
+    Args:
+        save_dir: folder or URL of the run's store, or an open `Store`.
+        interval: epochs between checkpoints, for `due(epoch)`. `save` and `save_checkpoint` always save.
+        run: name of the run; default: the one that the store holds.
+        token: a token that the caller has claimed for this attempt; default: claim one.
+        deltas_per_base: after this many deltas follows a base. Bounds the time of a restore.
+        encode_threads: threads that compress in the background.
+        job, data: JSON that every manifest repeats: the job's identity and the data version.
+        who: JSON for the claim: who made this attempt.
+        on_saved: called in the background with each committed checkpoint.
+        clock: seconds since the epoch; informational timestamps only.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | Store,
+        interval: int = 1,
+        *,
+        run: str | None = None,
+        token: int | None = None,
+        deltas_per_base: int = 8,
+        encode_threads: int = 1,
+        job: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        who: Mapping[str, Any] | None = None,
+        on_saved: Callable[[Committed], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if interval < 1 or deltas_per_base < 0 or encode_threads < 1:
+            raise Invalid("interval and encode_threads must be at least 1, deltas_per_base at least 0")
+        self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
+        self.interval = interval
+        self.deltas_per_base = deltas_per_base
+        self.run = run if run is not None else _run_of(self.store)
+        self.token = token
+        self.head: Committed | None = None
+        self._job, self._data = dict(job or {}), dict(data or {})
+        self._who = {"host": socket.gethostname(), "pid": os.getpid(), **(who or {})}
+        self._on_saved = on_saved
+        self._clock = clock
+        self._opened = False
+        self._fenced: Fenced | None = None
+        self._sequence = 0
+        self._reference: Reference | None = None
+        self._spare: SnapshotBuffers | None = None  # free to be written
+        self._held: SnapshotBuffers | None = None  # backs the reference
+        self._pending: Future[Committed] | None = None
+        self._saver = ThreadPoolExecutor(1, "retoma-save")
+        self._encoders = ThreadPoolExecutor(encode_threads, "retoma-encode")
+        release_gil()
+
+    def restore(self) -> RestoredState | None:
+        """The newest intact state of the run, or None if it has none yet.
+
+        The first call opens the attempt: claims a token, restores, and seals what it restored. Later calls return
+        the newest state that this attempt committed.
+
+        Raises:
+            Corrupt: the run has checkpoints, and none is intact.
+            Fenced: a newer attempt has taken over.
+        """
+        if not self._opened:
+            return self._open()
+        self.wait()
+        if self.head is None:
+            return None
+        return restore_checkpoint(self.store, self.head.ref.token, self.head.ref.sequence, self.run)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that could not be saved, by name, before any training is done."""
+        flatten(dict(state))
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        position: Position | None = None,
+        base: bool = False,
+        meta: Mapping[str, Any] | None = None,
+        metrics: Iterable[MetricPoint] = (),
+        health: Health | None = None,
+    ) -> float:
+        """Copy `state` and commit it in the background. Waits for the save before it, never for this one.
+
+        Args:
+            state: nested dicts, lists and tuples of tensors, arrays and plain scalars.
+            position: what comes next when a run resumes from here.
+            base: write everything, whatever changed.
+            meta: the caller's own JSON.
+            metrics: values since the previous save.
+            health: whether the state is finite.
+
+        Returns:
+            Seconds that the copy took.
+
+        Raises:
+            Any error of the save before it, which is lost; the reference for deltas is unchanged.
+            Fenced: final for this object.
+            Invalid: the state cannot be saved; names the leaf.
+        """
+        self.wait()
+        if not self._opened:
+            self._open()
+        started = time.perf_counter()
+        buffers = self._spare or SnapshotBuffers()
+        self._spare = None
+        snapshot = buffers.take(state)
+        stall_seconds = time.perf_counter() - started
+        request = _Request(
+            snapshot=snapshot,
+            buffers=buffers,
+            position=position or Position(),
+            stall_seconds=stall_seconds,
+            base=base,
+            meta=dict(meta or {}),
+            metrics=tuple(metrics),
+            health=health or Health(),
+        )
+        self._pending = self._saver.submit(self._write, request)
+        return stall_seconds
+
+    def save_checkpoint(self, state: Mapping[str, Any], epoch: int, **meta: Any) -> None:
+        """Save with the epoch as the only position, for loops that count nothing else.
+
+        `epoch` comes back as `restore().epoch`, as it was given.
+        """
+        self.save(state, position=Position(epoch=epoch), meta=meta)
+
+    def due(self, epoch: int) -> bool:
+        """Whether `epoch` is a multiple of `interval`."""
+        return epoch % self.interval == 0
+
+    def wait(self) -> Committed | None:
+        """Wait until the save in flight is committed; raise its error if it failed. Returns the head."""
+        if self._fenced is not None:
+            raise self._fenced
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.result()
+            except Fenced as error:
+                self._fenced = error
+                raise
+        return self.head
+
+    def close(self) -> None:
+        """Wait for the save in flight, raise its error, and stop the background threads."""
+        try:
+            self.wait()
+        finally:
+            self._saver.shutdown()
+            self._encoders.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the error that is on its way matters more than that of a save
+            self._saver.shutdown()
+            self._encoders.shutdown()
+
+    def _open(self) -> RestoredState | None:
+        """Claim, then look, restore, and seal what was really restored."""
+        mark_run(self.store, self.run)
+        prove_put_if_absent(self.store, self.run)
+        if self.token is None:
+            self.token = claim(self.store, self.run, self._who, self._now())
+        state, reference, skipped = restore_newest(self.store, self.run, before=self.token)
+        self.head = state.checkpoint if state else None
+        head = self.head.ref if self.head else None
+        document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._now())
+        seal(self.store, document)
+        self._reference = reference
+        self._sequence = head.sequence + 1 if head else 0
+        self._opened = True
+        return state
+
+    def _write(self, request: _Request) -> Committed:
+        """In the background: packs, then the commit. Only then does the snapshot become the reference."""
+        sequence, self._sequence = self._sequence, self._sequence + 1  # never reused, also after a failure
+        head = self.head.manifest if self.head else None
+        base = request.base or head is None or head.deltas_since_base >= self.deltas_per_base
+        assert self.token is not None  # noqa: S101 - the attempt is open
+        writer = PackWriter(self.store, self.token, sequence)
+        written = write_packs(request.snapshot, None if base else self._reference, writer, self._encoders)
+        manifest = self._manifest(request, written, sequence, "base" if base else "delta")
+        committed = Committed(manifest, commit(self.store, manifest))
+        self.head = committed
+        self._reference = Reference(request.snapshot.chunks, written.digests)
+        self._spare, self._held = self._held, request.buffers
+        if self._on_saved is not None:
+            self._on_saved(committed)
+        return committed
+
+    def _manifest(
+        self, request: _Request, written: Written, sequence: int, kind: Literal["base", "delta"]
+    ) -> Manifest:
+        parent, snapshot = self.head, request.snapshot
+        same_layout = (
+            kind == "delta" and parent is not None and parent.manifest.layout_digest == snapshot.layout_digest
+        )
+        since_base = parent.manifest.deltas_since_base + 1 if parent is not None and kind == "delta" else 0
+        return Manifest(
+            run=self.run,
+            token=self.token or 0,
+            sequence=sequence,
+            kind=kind,
+            parent=parent.ref if parent else None,
+            position=request.position,
+            job=self._job,
+            data=self._data,
+            meta=request.meta,
+            layout=None if same_layout else snapshot.layout,
+            layout_digest=snapshot.layout_digest,
+            values=snapshot.values,
+            chunks=tuple(written.chunks),
+            chunk_count=len(snapshot.chunks),
+            state_digest=written.state_digest,
+            packs=tuple(written.packs),
+            deltas_since_base=since_base,
+            metrics=request.metrics,
+            health=request.health,
+            costs=Costs(
+                state_bytes=snapshot.size_bytes,
+                written_bytes=written.size_bytes,
+                stall_seconds=request.stall_seconds,
+                encode_seconds=written.encode_seconds,
+                upload_seconds=written.upload_seconds,
+            ),
+            writer=Writer(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                version=metadata.version("retoma"),
+                created=self._now(),
+            ),
+        )
+
+    def _now(self) -> str:
+        return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
+
+
+def _run_of(store: Store) -> str:
+    """The run that the store holds, or the default name for a new one."""
+    try:
+        return decode(store.get(MARKER_KEY), Marker, MARKER_KEY).run
+    except NotFound:
+        return DEFAULT_RUN

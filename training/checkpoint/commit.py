@@ -1,0 +1,43 @@
+"""The commit of one checkpoint: packs are in the store, now the manifest makes it real."""
+
+from __future__ import annotations
+
+from training.checkpoint.manifest import Manifest, Ref, encode_manifest
+from training.checkpoint.store import NotFound, Store
+from training.checkpoint.token import check_not_fenced
+from training.errors import Fenced, Unavailable
+
+
+def commit(store: Store, manifest: Manifest) -> Ref:
+    """Put the manifest between two looks for a newer claim. When this returns, the save is acknowledged.
+
+    The first look only saves work. The second is the guarantee: a newer attempt claims before it reads the
+    history, so either it finds this manifest, or this attempt finds its claim and acknowledges nothing.
+
+    Raises:
+        Fenced: a newer attempt exists, or other bytes are under this key. Final for this attempt.
+        Unavailable: the store did not answer, and whether the manifest is there could not be found out either.
+    """
+    data, ref = encode_manifest(manifest)
+    check_not_fenced(store, manifest.token, manifest.run)
+    try:
+        written = store.put_if_absent(manifest.key, data)  # THE COMMIT POINT
+    except Unavailable as unknown:
+        written = _reached_the_store(store, manifest.key, data, unknown)
+    if not written and store.get(manifest.key) != data:
+        raise Fenced(
+            f"{manifest.key} was written by another process",
+            run=manifest.run,
+            token=manifest.token,
+            sequence=manifest.sequence,
+        )
+    check_not_fenced(store, manifest.token, manifest.run)
+    return ref
+
+
+def _reached_the_store(store: Store, key: str, data: bytes, unknown: Unavailable) -> bool:
+    """After an unknown outcome: read back, never assume."""
+    try:
+        return store.get(key) == data
+    except NotFound:
+        raise unknown from None

@@ -1,0 +1,144 @@
+"""The copy of a state into host buffers: the only moment at which training waits for a save.
+
+Tensors of at least `SMALL_BYTES` are a chunk each. Smaller ones share a slab for each item size, so that four
+hundred step counters cost one chunk. Buffers are reused from save to save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from training.checkpoint.document import digest
+from training.checkpoint.dtypes import dtype_name, dtype_of
+from training.checkpoint.manifest import FRAME_BYTES, Layout, Tensor
+from training.checkpoint.tree import Flat, flatten, unflatten
+from training.errors import Corrupt, Invalid
+
+SMALL_BYTES = 16 * 1024
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass
+class ChunkData:
+    """The bytes of one chunk in host memory."""
+
+    item_bytes: int
+    data: Bytes
+
+    def frames(self) -> list[Bytes]:
+        """Views of at most `FRAME_BYTES` each; none for an empty chunk."""
+        return [self.data[at : at + FRAME_BYTES] for at in range(0, self.data.size, FRAME_BYTES)]
+
+
+@dataclass
+class Snapshot:
+    """A state at one moment, in memory that nothing else writes to."""
+
+    layout: Layout
+    layout_digest: str
+    values: list[Any]
+    chunks: dict[str, ChunkData]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole state, scalars not counted."""
+        return sum(chunk.data.size for chunk in self.chunks.values())
+
+
+@dataclass
+class SnapshotBuffers:
+    """One reusable set of host buffers, laid out for one structure of state."""
+
+    _signature: Any = None
+    _template: Snapshot | None = None
+    _views: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, state: Mapping[str, Any]) -> Snapshot:
+        """Copy `state`. When this returns, the caller may change every tensor.
+
+        Raises:
+            Invalid: a leaf cannot be saved; named.
+        """
+        if not isinstance(state, Mapping):
+            raise Invalid(f"a state must be a mapping of names, not {type(state).__name__}")
+        flat = flatten(dict(state))
+        signature = (flat.tree, flat.keys, [(t.dtype, tuple(t.shape), t.is_cuda) for t in flat.tensors])
+        if self._template is None or signature != self._signature:
+            self._lay_out(flat)
+            self._signature = signature
+        assert self._template is not None  # noqa: S101 - laid out just above
+        _copy(self._views, flat.tensors)
+        return Snapshot(
+            self._template.layout, self._template.layout_digest, flat.values, dict(self._template.chunks)
+        )
+
+    def _lay_out(self, flat: Flat) -> None:
+        sizes: dict[str, int] = {}
+        items: dict[str, int] = {}
+        entries = []
+        for key, tensor in zip(flat.keys, flat.tensors, strict=True):
+            item_bytes = tensor.element_size()
+            size_bytes = tensor.numel() * item_bytes
+            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{item_bytes}"
+            entries.append(
+                Tensor(
+                    key=key,
+                    dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape),
+                    offsets=(0,) * tensor.dim(),
+                    chunk=chunk,
+                    start=sizes.get(chunk, 0),
+                )
+            )
+            sizes[chunk] = sizes.get(chunk, 0) + size_bytes
+            items[chunk] = item_bytes
+        pinned = any(t.is_cuda for t in flat.tensors)
+        buffers = {k: torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for k, size in sizes.items()}
+        self._views = [_view(buffers[entry.chunk], entry) for entry in entries]
+        layout = Layout(tree=flat.tree, tensors=tuple(entries))
+        chunks = {key: ChunkData(items[key], buffer.numpy()) for key, buffer in buffers.items()}
+        self._template = Snapshot(layout, layout_digest(layout), [], chunks)
+
+
+def layout_digest(layout: Layout) -> str:
+    """Digest of the structure of a state."""
+    return digest(json.dumps(layout.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode())
+
+
+def rebuild(layout: Layout, values: list[Any], chunks: Mapping[str, ChunkData]) -> Any:
+    """The state as fresh tensors that share no memory with the chunks.
+
+    Raises:
+        Corrupt: a tensor reaches beyond its chunk.
+    """
+    tensors = []
+    for entry in layout.tensors:
+        if entry.chunk not in chunks:
+            raise Corrupt(f"tensor {entry.key} lies in chunk {entry.chunk}, which is missing")
+        tensors.append(_view(torch.from_numpy(chunks[entry.chunk].data), entry).clone())
+    return unflatten(layout.tree, tensors, values)
+
+
+def _view(buffer: torch.Tensor, entry: Tensor) -> torch.Tensor:
+    """The slice of a chunk's bytes that is one tensor, contiguous."""
+    dtype = dtype_of(entry.dtype)
+    size_bytes = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
+    piece = buffer[entry.start : entry.start + size_bytes]
+    if piece.numel() != size_bytes:
+        raise Corrupt(f"tensor {entry.key} needs {size_bytes} bytes, chunk {entry.chunk} has {piece.numel()}")
+    return piece.view(dtype).view(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
+
+
+def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    with torch.no_grad():
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor, non_blocking=on_gpu)  # conj and neg views are resolved by copy_
+    if on_gpu:
+        torch.cuda.synchronize()  # until here the optimizer could still overtake the copy

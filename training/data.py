@@ -1,0 +1,128 @@
+"""Batches by count: which samples come next follows from a number, not from the state of an iterator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from training.checkpoint.manifest import Position
+from training.guard import die_with_parent
+from training.randomness import epoch_order, sample_randomness
+
+Key = tuple[int, int]  # (epoch, index)
+
+
+class SeededDataset(Dataset[Any]):
+    """Looks up (epoch, index) with the randomness of that sample, in whichever process it is asked."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, key: Key) -> Any:
+        """The item, as if it were the only one ever drawn."""
+        epoch, index = key
+        with sample_randomness(self.seed, epoch, index):
+            return self.dataset[index]
+
+
+class EpochBatches(Sampler[list[Key]]):
+    """Micro-batches of one epoch from a sample offset on, sliced by rank.
+
+    A global micro-batch is `batch_size * world_size` consecutive samples of the epoch's order; rank r takes
+    every world_size-th of them. The last one of an epoch may be short.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        epoch: int,
+        samples: int,
+        batch_size: int,
+        offset: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.epoch = epoch
+        self._order = epoch_order(seed, epoch, samples)
+        self._step = batch_size * world_size
+        self._offset, self._rank, self._world_size = offset, rank, world_size
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for at in range(self._offset, len(self._order), self._step):
+            chosen = self._order[at : at + self._step][self._rank :: self._world_size]
+            yield [(self.epoch, int(index)) for index in chosen]
+
+    def __len__(self) -> int:
+        return -(-max(0, len(self._order) - self._offset) // self._step)
+
+
+class Schedule:
+    """How an epoch of `samples` falls into optimizer steps; all arithmetic on positions lives here."""
+
+    def __init__(self, samples: int, batch_size: int, accumulate_batches: int) -> None:
+        self.samples = samples
+        self.window_samples = batch_size * accumulate_batches
+        self.steps_per_epoch = -(-samples // self.window_samples)
+
+    def offset(self, position: Position) -> int:
+        """Samples of the position's epoch that are done."""
+        return position.sample - position.epoch * self.samples
+
+    def window_at(self, position: Position) -> int:
+        """Samples of the next optimizer step; the last one of an epoch may be short."""
+        return min(self.window_samples, self.samples - self.offset(position))
+
+    def after(self, position: Position) -> Position:
+        """The position after the next optimizer step."""
+        sample = position.sample + self.window_at(position)
+        return Position(epoch=sample // self.samples, step=position.step + 1, sample=sample)
+
+
+def load_batches(
+    dataset: Dataset[Any],
+    *,
+    seed: int,
+    epoch: int,
+    offset: int,
+    batch_size: int,
+    workers: int,
+    pin_memory: bool = False,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Iterator[Any]:
+    """Collated micro-batches of the rest of an epoch.
+
+    The loader has a generator of its own, so that creating its iterator draws nothing from the training's.
+    """
+    samples = len(cast("Any", dataset))
+    return iter(
+        DataLoader(
+            SeededDataset(dataset, seed),
+            batch_sampler=EpochBatches(seed, epoch, samples, batch_size, offset),
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=_start_worker if workers else None,
+        )
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors of a collated batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    die_with_parent()  # torch's own watch takes up to five seconds

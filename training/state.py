@@ -1,0 +1,185 @@
+"""The whole state of a training in one place: what is captured, under which names, and how it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from training.errors import Invalid
+from training.randomness import apply_randomness, capture_randomness
+
+_COMPILED = "_orig_mod."
+
+
+@dataclass
+class TrainingState:
+    """Model, optimizer, scheduler, scaler and generators of one training process."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def capture(self) -> dict[str, Any]:
+        """References to the live state, as a tree that the engine can save. Nothing is copied here.
+
+        Raises:
+            Invalid: a parameter of the optimizer is not one of the model's.
+        """
+        return {
+            "model": model_state(self.model),
+            "optimizer": optimizer_state(self.optimizer, self.model),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "randomness": capture_randomness(),
+        }
+
+    def apply(self, state: Mapping[str, Any]) -> None:
+        """Put a captured state back. Call it last, since it also sets the random generators.
+
+        Raises:
+            Invalid: names, shapes or dtypes differ from those of the live objects; they are listed.
+        """
+        apply_model(self.model, state["model"])
+        apply_optimizer(self.optimizer, self.model, state["optimizer"])
+        for name, live in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            saved = state[name]
+            if (saved is None) != (live is None):
+                has = "has none" if live is None else "has one"
+                raise Invalid(
+                    f"the checkpoint and the job differ: the job {has} ({name}), the checkpoint does not agree"
+                )
+            if live is not None:
+                live.load_state_dict(saved)
+        apply_randomness(state["randomness"])
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside DDP, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers under the user's own names."""
+    return {_clean(name): value for name, value in unwrapped(model).state_dict().items()}
+
+
+def apply_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copy parameters and buffers into the model.
+
+    Raises:
+        Invalid: names, shapes or dtypes differ.
+    """
+    live = unwrapped(model)
+    names = {_clean(name): name for name in live.state_dict()}
+    _check_names("model", names, state)
+    current = live.state_dict()
+    for clean, name in names.items():
+        _check_alike(f"model/{clean}", current[name], state[clean])
+    live.load_state_dict({names[clean]: value for clean, value in state.items()})
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """State and groups by parameter *name*: positions swap when a model is written in another order."""
+    names = _parameter_names(optimizer, model)
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {names[id(p)]: dict(values) for p, values in optimizer.state.items()},
+        "groups": [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def apply_optimizer(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put moments and groups back by name, each tensor in its saved dtype.
+
+    Not `optimizer.load_state_dict`, which casts moments to the parameter's dtype and matches by position.
+
+    Raises:
+        Invalid: another kind of optimizer, or other parameters in a group.
+    """
+    if state["kind"] != type(optimizer).__name__:
+        raise Invalid(f"the checkpoint holds {state['kind']}, the job builds {type(optimizer).__name__}")
+    names = _parameter_names(optimizer, model)
+    if len(state["groups"]) != len(optimizer.param_groups):
+        raise Invalid(
+            f"the checkpoint has {len(state['groups'])} parameter groups, the job {len(optimizer.param_groups)}"
+        )
+    groups_by_parameter: dict[str, dict[str, Any]] = {}
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state["groups"], strict=True)):
+        live_names = [names[id(p)] for p in group["params"]]
+        _check_names(f"optimizer group {number}", live_names, saved["params"])
+        group.update({k: v for k, v in saved.items() if k != "params"})
+        groups_by_parameter.update(dict.fromkeys(live_names, group))
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    for name, values in state["state"].items():
+        parameter, group = parameters[name], groups_by_parameter[name]
+        optimizer.state[parameter] = {k: _placed(v, parameter, group) for k, v in values.items()}
+
+
+def _parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+    names = {id(p): _clean(name) for name, p in unwrapped(model).named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise Invalid(
+                    f"parameter {place} of optimizer group {number}, shape {tuple(parameter.shape)}, "
+                    "is not a parameter of the model",
+                    hint="register every trained parameter in the module that model() returns",
+                )
+    return names
+
+
+def _placed(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A state tensor on the device and in the memory format that the optimizer expects, bits unchanged."""
+    if isinstance(value, list):
+        return [_placed(item, parameter, group) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    on_device = value.dim() > 0 or group.get("fused") or group.get("capturable")
+    return value.to(parameter.device) if on_device else value
+
+
+def _check_names(what: str, live: Iterable[str], saved: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(live) - set(saved)), sorted(set(saved) - set(live))
+    if missing or unexpected:
+        raise Invalid(
+            f"{what}: the checkpoint lacks {_few(missing)} and has the unknown {_few(unexpected)}",
+            hint="resume with the code that wrote the checkpoint, or start a new run",
+        )
+
+
+def _check_alike(name: str, live: Any, saved: Any) -> None:
+    if not (isinstance(live, Tensor) and isinstance(saved, Tensor)):
+        return
+    if (live.shape, live.dtype) != (saved.shape, saved.dtype):
+        raise Invalid(
+            f"{name}: the checkpoint has {saved.dtype} {tuple(saved.shape)}, "
+            f"the model {live.dtype} {tuple(live.shape)}"
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
+
+
+def _clean(name: str) -> str:
+    return name.replace(_COMPILED, "")
