@@ -13,6 +13,7 @@ import psutil
 from filelock import FileLock, Timeout
 from pydantic import computed_field
 
+from infra.deploy import ensure_pools
 from infra.processes import ProcessTable, Record, is_frozen, stop
 from infra.servers import Component, choose_ports, components, is_free
 from infra.settings import Settings
@@ -69,15 +70,16 @@ def up(settings: Settings, report: Report = lambda _: None) -> StackStatus:
     with _locked(settings, report):
         table = ProcessTable(settings.state_dir)
         _settle_ports(settings, table)
-        # workers need a server to report to
-        servers = [part for part in components(settings) if part.port]
-        workers = [part for part in components(settings) if not part.port]
-        for group in (servers, workers):
-            for part in group:
-                if not _is_sound(part, table, settings):
-                    _restart(part, table, settings)
-                    report(f"starting {part.name}; log: {table.log(part.name)}")
-            _wait_ready(group, table, settings.start_timeout_seconds)
+        parts = components(settings)
+        prefect = [part for part in parts if part.name == "prefect"]
+        servers = [part for part in parts if part.port]
+        _start(servers, table, settings, report)
+        _wait_ready(prefect, table, settings.start_timeout_seconds)
+        if prefect:
+            # two workers that create their pools at once lock each other out of a fresh SQLite database
+            ensure_pools(settings)
+        _start([part for part in parts if not part.port], table, settings, report)
+        _wait_ready(parts, table, settings.start_timeout_seconds)
         return status(settings)
 
 
@@ -145,6 +147,13 @@ def _reason(part: Component, found: tuple[Record, psutil.Process] | None) -> str
         return part.check(record)
     except Unavailable as error:
         return error.message
+
+
+def _start(parts: list[Component], table: ProcessTable, settings: Settings, report: Report) -> None:
+    for part in parts:
+        if not _is_sound(part, table, settings):
+            _restart(part, table, settings)
+            report(f"starting {part.name}; log: {table.log(part.name)}")
 
 
 def _is_sound(part: Component, table: ProcessTable, settings: Settings) -> bool:

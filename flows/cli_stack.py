@@ -1,0 +1,74 @@
+"""Commands for the local stack and the deployments."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from infra import deploy as deployments
+from infra import stack
+from infra.links import mlflow_link, prefect_link
+from infra.settings import Settings, load_settings
+from training.errors import Unavailable
+
+STYLES = {"ready": "green", "not ready": "yellow", "stopped": "red"}
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def up() -> None:
+    """Start the local stack: Prefect, MLflow and a worker for each pool. Does nothing when it is up."""
+    settings = load_settings()
+    console = _console()
+    stack.up(settings, report=lambda line: console.print(line, style="dim"))
+    _print_links(settings, console)
+
+
+def down() -> None:
+    """Stop the local stack and everything it started. Data and checkpoints stay."""
+    stopped = stack.down(load_settings())
+    _console().print(f"stopped {stopped} processes" if stopped else "nothing was running")
+
+
+def status(as_json: Json = False) -> None:
+    """Show the state of each process of the stack. Exit code 3 when one is not ready."""
+    settings = load_settings()
+    found = stack.status(settings)
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+    elif found.processes:
+        table = Table(box=None, pad_edge=False)
+        for title in ("process", "state", "pid", "log"):
+            table.add_column(title, overflow="fold")
+        for process in found.processes:
+            state = process.state if process.state != "not ready" else f"not ready: {process.detail}"
+            pid = str(process.pid or "")
+            table.add_row(process.name, f"[{STYLES[process.state]}]{state}[/]", pid, process.log)
+        _console().print(table)
+        if found.healthy:
+            _print_links(settings, _console())
+    if not found.healthy:
+        raise Unavailable("the local stack is not running", hint="start it with `retoma up`")
+
+
+def deploy(
+    force: Annotated[bool, typer.Option(help="Deploy even when nothing has changed.")] = False,
+) -> None:
+    """Put the flows onto the Prefect server, work pools first."""
+    settings = load_settings()
+    changed = deployments.deploy(settings, force=force)
+    text = "deployed" if changed else "up to date"
+    _console().print(f"{text}: {prefect_link(settings, 'deployments')}")
+
+
+def _print_links(settings: Settings, console: Console) -> None:
+    console.print(f"Prefect  {prefect_link(settings)}")
+    console.print(f"MLflow   {mlflow_link(settings)}")
+    console.print(f"logs     {settings.state_dir / 'logs'}")
+    console.print("Telemetry of Prefect, MLflow and DVC is switched off.", style="dim")
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
