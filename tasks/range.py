@@ -1,0 +1,325 @@
+"""One orchestrated attempt at an epoch range: verify, claim, start the training process, restart it in place.
+
+The supervisor imports no torch. What it decides by is the store: a range that the store holds is done, whoever
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from infra.beat import Progress
+from tasks.data import DataVersion, verify_data
+from tasks.ending import Ending
+from tasks.supervise import TRAINING_COMMAND, Child
+from training.checkpoint.history import head_ref, read_committed
+from training.checkpoint.manifest import Committed, Position, Ref
+from training.checkpoint.store import Store, open_store
+from training.checkpoint.token import claim, mark_run, prove_put_if_absent
+from training.config import Frozen, JobConfig
+from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
+from training.ports import Beat, Done, Message, RangeSpec, Restored, Saved
+
+# The same again on any node, so another try would only cost time; Fenced: another attempt does the work.
+FINAL = (Invalid, Diverged, Fenced)
+# Raised by the process, but about the machine: the same words twice do not prove a mistake in the job.
+MACHINE_ERRORS = ("AcceleratorError", "OutOfMemoryError", "DistBackendError", "OSError", "MemoryError")
+RESTART_SECONDS = 1.0
+
+
+class RangeOrder(Frozen):
+    """What an attempt is told: plain values that pass through the orchestrator."""
+
+    run: str
+    start: int
+    stop: int
+    attempt: int
+    config: JobConfig
+    requested: str  # digest of the identity that the user asked for, before the job's defaults were filled in
+    store_url: str
+    data_version: DataVersion | None = None
+
+
+class RangeResult(Frozen):
+    """A range that is done."""
+
+    checkpoint: Ref
+    position: Position
+    tries: int  # tokens claimed by this attempt; 0: the store already had it
+
+
+class Registry(Protocol):
+    """The question that a range asks of MLflow."""
+
+    def newest(self, run: str) -> Ref | None:
+        """The run's newest registered checkpoint. Raises `Unavailable`."""
+
+
+class Publisher(Protocol):
+    """What is told to MLflow in the background. None of it raises or waits."""
+
+    def attempt_started(self, token: int, start: int, stop: int, who: dict[str, Any]) -> None:
+        """A token was claimed."""
+
+    def attempt_ended(self, token: int, status: str, reason: str) -> None:
+        """Its training process is dead. Status: FINISHED, FAILED or KILLED."""
+
+    def notify(self) -> None:
+        """The store has something new."""
+
+
+def finished(store: Store, run: str, stop: int) -> Committed | None:
+    """The head of the run, if it lies at or after the end of epoch `stop`; None otherwise."""
+    ref = head_ref(store)
+    if ref is None:
+        return None
+    head = read_committed(store, ref.token, ref.sequence, run)
+    return head if head.manifest.position.epoch >= stop else None
+
+
+def run_range(
+    order: RangeOrder,
+    *,
+    root: Path,
+    flow_run_id: str,
+    registry: Registry | None,
+    publisher: Publisher,
+    on_progress: Callable[[Progress], None],
+    logger: logging.Logger | logging.LoggerAdapter[Any],
+    command: Sequence[str] = TRAINING_COMMAND,
+    sleep: Callable[[float], None] = time.sleep,
+) -> RangeResult:
+    """Run the range to its end. Call it from the main thread, see `tasks.supervise`.
+
+    Raises:
+        Fenced: another attempt has taken over; it does the work.
+        Unavailable, Preempted: this node, or the store, failed; another attempt may do better.
+        Invalid, Diverged, RetomaError: another attempt would end the same way.
+    """
+    return _Supervisor(order, root, flow_run_id, registry, publisher, on_progress, logger, command, sleep).run()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        order: RangeOrder,
+        root: Path,
+        flow_run_id: str,
+        registry: Registry | None,
+        publisher: Publisher,
+        on_progress: Callable[[Progress], None],
+        logger: logging.Logger | logging.LoggerAdapter[Any],
+        command: Sequence[str],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.order, self.root, self.flow_run_id = order, root, flow_run_id
+        self.registry, self.publisher, self.on_progress = registry, publisher, on_progress
+        self.logger, self.command, self.sleep = logger, command, sleep
+        self.store = open_store(order.store_url)
+        self.expected: Ref | None = None
+        self.best_step = 0  # of a committed checkpoint
+        self.restarts_left = order.config.supervisor.restarts_in_place
+        self.last_failure: tuple[str, str] | None = None
+        self.progress = Progress(
+            run=order.run,
+            start=order.start,
+            stop=order.stop,
+            epochs=order.config.epochs,
+            attempt=order.attempt,
+            flow_run_id=flow_run_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_started=psutil.Process().create_time(),
+        )
+
+    def run(self) -> RangeResult:
+        mark_run(self.store, self.order.run)
+        prove_put_if_absent(self.store, self.order.run)
+        if head := finished(self.store, self.order.run, self.order.stop):
+            self._report(phase="done")
+            self.logger.info("epochs %s to %s are in the store already", self.order.start, self.order.stop)
+            return RangeResult(checkpoint=head.ref, position=head.manifest.position, tries=0)
+        data_folder = self._verify_data()
+        self._ask_registry()
+        while True:
+            ending = self._try(data_folder)
+            if ending.done is not None:
+                self._report(phase="done")
+                return RangeResult(
+                    checkpoint=ending.done.checkpoint, position=ending.done.position, tries=self.progress.tries
+                )
+            self._restart_or_raise(ending)
+
+    def _verify_data(self) -> Path | None:
+        version = self.order.data_version
+        if version is None:
+            return None
+        self._report(phase="verifying data")
+        return verify_data(self.root, version)
+
+    def _ask_registry(self) -> None:
+        """What MLflow knows as newest, held against the store. The store wins; a difference is worth a line."""
+        head = head_ref(self.store)
+        if head is not None:
+            committed = read_committed(self.store, head.token, head.sequence, self.order.run)
+            self.best_step = committed.manifest.position.step
+        if self.registry is None:
+            return
+        try:
+            self.expected = self.registry.newest(self.order.run)
+        except Unavailable as error:
+            self.logger.warning("MLflow is away, going on from the store alone: %s", error.message)
+            return
+        if self.expected != head:
+            self.logger.warning("MLflow knows %s as newest, the store has %s: the store wins", self.expected, head)
+
+    def _try(self, data_folder: Path | None) -> Ending:
+        """One token, one training process."""
+        order = self.order
+        tries = self.progress.tries + 1
+        who = self._who(tries)
+        token = claim(self.store, order.run, who, created=datetime.now(UTC).isoformat(timespec="seconds"))
+        self._report(phase="restoring", token=token, tries=tries)
+        self.publisher.attempt_started(token, order.start, order.stop, who)
+        spec = RangeSpec(
+            run=order.run,
+            start=order.start,
+            stop=order.stop,
+            token=token,
+            store_url=order.store_url,
+            config=order.config,
+            data_folder=str(data_folder) if data_folder else None,
+            data_version=order.data_version.model_dump() if order.data_version else {},
+            expected=self.expected,
+        )
+        child = Child(
+            self.command,
+            spec.model_dump_json(),
+            on_message=self._hear,
+            show=lambda line: self.logger.info("| %s", line),
+            silence_seconds=order.config.supervisor.silence_seconds,
+            cwd=self.root,
+        )
+        try:
+            ending = child.run()
+        except BaseException as error:
+            self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {type(error).__name__}")
+            raise
+        self.publisher.attempt_ended(token, *_verdict(ending))
+        return ending
+
+    def _who(self, tries: int) -> dict[str, Any]:
+        """For people, and for finding a run's configuration before it has a checkpoint."""
+        return {
+            "range": [self.order.start, self.order.stop],
+            "attempt": self.order.attempt,
+            "try": tries,
+            "flow_run_id": self.flow_run_id,
+            "host": self.progress.host,
+            "pid": self.progress.pid,
+            "requested": self.order.requested,
+            "config": self.order.config.model_dump(mode="json"),
+        }
+
+    def _hear(self, message: Message) -> None:
+        """Turn what the process said into progress. A beat is only counted for steps and saves."""
+        beats = self.progress.beats + 1
+        if isinstance(message, Restored):
+            self.logger.info("token %s starts from %s", self.progress.token, message.checkpoint or "nothing")
+            for skipped in message.skipped:
+                self.logger.warning("skipped %s: %s", skipped.key, skipped.reason)
+            self._report(
+                phase="training",
+                restored=str(message.checkpoint) if message.checkpoint else "nothing",
+                skipped=len(message.skipped),
+                total_steps=message.total_steps,
+                steps_per_epoch=message.steps_per_epoch,
+                epoch=message.position.epoch,
+                step=message.position.step,
+                beats=beats,
+            )
+        elif isinstance(message, Beat):
+            self._report(
+                epoch=message.position.epoch,
+                step=message.position.step,
+                loss=message.loss,
+                samples_per_second=message.samples_per_second,
+                beats=beats,
+            )
+        elif isinstance(message, Saved):
+            self._hear_saved(message, beats)
+        elif isinstance(message, Done):
+            self.publisher.notify()
+            self._report(epoch=message.position.epoch, step=message.position.step, beats=beats)
+
+    def _hear_saved(self, message: Saved, beats: int) -> None:
+        self.publisher.notify()
+        self.expected = message.checkpoint
+        if message.position.step > self.best_step:
+            # What fails after new progress is a new failure. Each restart is paid for with committed steps, so
+            # this ends; a crash that comes back at the same step is not paid for.
+            self.best_step = message.position.step
+            self.restarts_left = self.order.config.supervisor.restarts_in_place
+            self.last_failure = None
+        self._report(
+            epoch=message.position.epoch,
+            step=message.position.step,
+            checkpoint=str(message.checkpoint),
+            checkpoint_kind=message.checkpoint_kind,
+            written_bytes=message.written_bytes,
+            state_bytes=message.state_bytes,
+            stall_seconds=message.stall_seconds,
+            checkpoints=self.progress.checkpoints + 1,
+            beats=beats,
+        )
+
+    def _restart_or_raise(self, ending: Ending) -> None:
+        """Return to try again on this node; raise when that is over."""
+        error = ending.error()
+        if error is None:
+            return
+        self._report(phase="failed", error=error.message)
+        if isinstance(error, FINAL):
+            raise error
+        if self._is_repeated(ending):
+            raise type(error)(f"twice the same without progress: {error.message}", **error.fields()) from error
+        if self.restarts_left <= 0:
+            if isinstance(error, Unavailable | Preempted):
+                raise error
+            raise Unavailable(error.message, hint=error.hint, run=self.order.run) from error
+        self.restarts_left -= 1
+        self.logger.warning("restarting in place: %s", error.message)
+        self.sleep(RESTART_SECONDS)
+
+    def _is_repeated(self, ending: Ending) -> bool:
+        """Whether the job itself failed with the same words as in the try before."""
+        failed = ending.failed
+        if failed is None or failed.error in (*MACHINE_ERRORS, Unavailable.__name__, Preempted.__name__):
+            self.last_failure = None
+            return False
+        failure = (failed.error, failed.message)
+        repeated, self.last_failure = failure == self.last_failure, failure
+        return repeated
+
+    def _report(self, **fields: Any) -> None:
+        self.progress = self.progress.model_copy(update=fields)
+        self.on_progress(self.progress)
+
+
+def _verdict(ending: Ending) -> tuple[str, str]:
+    """Status and reason of the attempt's MLflow run."""
+    error: RetomaError | None = ending.error()
+    if error is None:
+        return "FINISHED", "done"
+    if ending.failed is not None and not isinstance(error, Fenced | Preempted):
+        return "FAILED", error.message
+    return "KILLED", error.message if ending.failed else ending.cause()
