@@ -1,0 +1,209 @@
+"""Questions to the Prefect server about our flow runs, patient with a server that restarts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import UUID
+
+import tenacity
+from pydantic import Field, ValidationError
+
+from infra.beat import METADATA_KEY, Progress, artifact_key, short_client
+from training.config import Frozen
+from training.errors import Invalid, Unavailable
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+PATIENCE_SECONDS = 1800.0
+LIVE = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
+LIMIT = 200  # the server's own page limit
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class FlowRunInfo(Frozen):
+    """What we look at in a flow run."""
+
+    id: str
+    name: str
+    state: str  # Prefect's state type, for example RUNNING
+    state_name: str = ""  # what the site shows, for example Late
+    message: str = ""
+    tags: tuple[str, ...] = ()
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    created: datetime | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether the run may still change by itself."""
+        return self.state in LIVE
+
+
+class PrefectRuns:
+    """Reads and starts flow runs.
+
+    Args:
+        patience_seconds: how long a server may be away before `Unavailable` is raised.
+        connect: opens a client; by default to the server of the environment, with short timeouts.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        connect: Callable[[], SyncPrefectClient] | None = None,
+    ) -> None:
+        self._patience_seconds = patience_seconds
+        self._connect = connect or short_client
+
+    def find_by_key(self, keys: Iterable[str]) -> dict[str, FlowRunInfo]:
+        """Flow runs by idempotency key, those that exist."""
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey  # noqa: PLC0415
+
+        wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=list(keys)))
+        found = self._ask(lambda client: client.read_flow_runs(flow_run_filter=wanted, limit=LIMIT))
+        return {run.idempotency_key: _info(run) for run in found if run.idempotency_key}
+
+    def read(self, flow_run_id: str) -> FlowRunInfo:
+        """One flow run as it is now."""
+        return _info(self._ask(lambda client: client.read_flow_run(UUID(flow_run_id))))
+
+    def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
+        """Flow runs with a tag that are not over, newest first."""
+        from prefect.client.schemas import filters, sorting  # noqa: PLC0415
+        from prefect.client.schemas.objects import StateType  # noqa: PLC0415
+
+        wanted = filters.FlowRunFilter(
+            tags=filters.FlowRunFilterTags(all_=[tag]),
+            state=filters.FlowRunFilterState(
+                type=filters.FlowRunFilterStateType(any_=[StateType(name) for name in LIVE])
+            ),
+        )
+        order = sorting.FlowRunSort.START_TIME_DESC
+        found = self._ask(lambda client: client.read_flow_runs(flow_run_filter=wanted, sort=order, limit=LIMIT))
+        return [_info(run) for run in found]
+
+    def start(
+        self,
+        deployment: str,
+        parameters: dict[str, Any],
+        *,
+        name: str,
+        key: str | None = None,
+        tags: Iterable[str] = (),
+    ) -> FlowRunInfo:
+        """Create a flow run of a deployment, or find the one that has the same key. Does not wait for it.
+
+        Raises:
+            Invalid: there is no such deployment.
+            Unavailable: the server does not answer.
+        """
+        from prefect.deployments import run_deployment  # noqa: PLC0415
+        from prefect.exceptions import ObjectNotFound  # noqa: PLC0415
+
+        def create(_: SyncPrefectClient) -> Any:
+            return run_deployment(
+                deployment,
+                parameters=parameters,
+                timeout=0,
+                flow_run_name=name,
+                idempotency_key=key,
+                tags=list(tags),
+            )
+
+        try:
+            return _info(self._ask(create))
+        except ObjectNotFound as error:
+            raise Invalid(f"no deployment {deployment!r} on the Prefect server", hint="retoma deploy") from error
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        """Set a flow run to Crashed whose process is gone. It kills nothing."""
+        from prefect.states import Crashed  # noqa: PLC0415
+
+        state: Any = Crashed(message=message)
+        self._ask(lambda client: client.set_flow_run_state(UUID(flow_run_id), state, force=True))
+
+    def progress(self, run: str) -> Progress | None:
+        """What the newest attempt of a run reported last."""
+        text = self.latest_metadata(artifact_key(run)).get(METADATA_KEY)
+        try:
+            return Progress.model_validate_json(text) if text else None
+        except ValidationError:  # another version wrote it
+            return None
+
+    def latest_metadata(self, key: str) -> dict[str, str]:
+        """Metadata of the newest artifact with a key; empty if there is none."""
+        from prefect.client.schemas import filters, sorting  # noqa: PLC0415
+
+        wanted = filters.ArtifactFilter(key=filters.ArtifactFilterKey(any_=[key]))
+        found = self._ask(
+            lambda client: client.read_artifacts(
+                artifact_filter=wanted, sort=sorting.ArtifactSort.CREATED_DESC, limit=1
+            )
+        )
+        return dict(found[0].metadata_ or {}) if found else {}
+
+    def put_markdown(self, key: str, text: str, metadata: dict[str, str], flow_run_id: str | None) -> None:
+        """Create a markdown artifact: a new version under its key."""
+        from prefect.client.schemas.actions import ArtifactCreate  # noqa: PLC0415
+
+        made = ArtifactCreate(
+            key=key,
+            type="markdown",
+            data=text,
+            metadata_=metadata,
+            flow_run_id=UUID(flow_run_id) if flow_run_id else None,
+        )
+        self._ask(lambda client: client.create_artifact(made))
+
+    def _ask(self, question: Callable[[SyncPrefectClient], T]) -> T:
+        """Ask until there is an answer. What is asked must be safe to repeat."""
+        import httpx  # noqa: PLC0415
+        from prefect.exceptions import PrefectHTTPStatusError  # noqa: PLC0415
+
+        def is_passing(error: BaseException) -> bool:
+            if isinstance(error, PrefectHTTPStatusError):
+                return error.response.status_code >= 500 or error.response.status_code == 429
+            # Prefect's client reports a server that does not answer its first question as RuntimeError
+            return isinstance(error, httpx.TransportError) or (
+                isinstance(error, RuntimeError) and "Failed to reach API" in str(error)
+            )
+
+        asking = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_passing),
+            wait=tenacity.wait_random_exponential(multiplier=0.5, max=15),
+            stop=tenacity.stop_after_delay(self._patience_seconds),
+            before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+            reraise=False,
+        )
+
+        def attempt() -> T:
+            with self._connect() as client:
+                return question(client)
+
+        try:
+            return asking(attempt)
+        except tenacity.RetryError as error:
+            raise Unavailable(
+                f"the Prefect server did not answer for {self._patience_seconds:g} s: "
+                f"{error.last_attempt.exception()}",
+                hint="look at `retoma status`; start the same command again when it is back",
+            ) from error
+
+
+def _info(run: FlowRun) -> FlowRunInfo:
+    return FlowRunInfo(
+        id=str(run.id),
+        name=run.name,
+        state=run.state.type.value if run.state else "PENDING",
+        state_name=(run.state.name or "") if run.state else "",
+        message=(run.state.message or "") if run.state else "",
+        tags=tuple(run.tags or ()),
+        parameters=dict(run.parameters or {}),
+        created=run.created,
+    )
