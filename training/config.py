@@ -68,6 +68,7 @@ class JobConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(1, ge=1, description="intra-op threads; a part of what makes a run bit-exact")
     loader_workers: int = Field(0, ge=0)
+    log_every_steps: int = Field(10, ge=1, description="optimizer steps between logged losses")
     params: dict[str, Any] = Field(default_factory=dict, description="the job's own parameters")
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()

@@ -57,7 +57,7 @@ class EpochBatches(Sampler[list[Key]]):
             yield [(self.epoch, int(index)) for index in chosen]
 
     def __len__(self) -> int:
-        return -(-max(0, len(self._order) - self._offset) // self._step)
+        return len(range(self._offset, len(self._order), self._step))
 
 
 class Schedule:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from typing import BinaryIO
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,11 +24,16 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(128 + signal.SIGKILL)  # it died before the kernel was asked
 
 
-def exit_at_end_of(lifeline: BinaryIO) -> None:
-    """End this process as soon as the other side of a pipe closes, whatever else it is doing."""
+def exit_at_end_of(lifeline: int) -> None:
+    """End this process as soon as the other side of a pipe closes, whatever else it is doing.
+
+    Args:
+        lifeline: file descriptor of the reading end. Read without a buffer: a buffer's lock, held by a thread
+            that waits, makes the interpreter abort when it shuts down.
+    """
 
     def watch() -> None:
-        while lifeline.read(4096):
+        while os.read(lifeline, 4096):
             pass
         os._exit(128 + signal.SIGKILL)
 

@@ -31,7 +31,7 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray[Any, np.dtype
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (CUDA included)."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what users' data sets draw from
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
 
 
@@ -41,7 +41,7 @@ def sample_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
     with preserved_randomness():
         value = _seed_of("sample", seed, epoch, index)
         random.seed(value)
-        np.random.seed(value % 2**32)  # noqa: NPY002
+        np.random.seed(value % 2**32)
         torch.default_generator.manual_seed(value)
         yield
 
@@ -49,20 +49,20 @@ def sample_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
     """Whatever is drawn within leaves no trace in the CPU generators."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
 
 
 def capture_randomness() -> dict[str, Any]:
     """The states of all generators, as tensors and plain scalars."""
     version, words, gauss = random.getstate()
-    name, keys, at, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
+    name, keys, at, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
@@ -82,7 +82,7 @@ def apply_randomness(state: dict[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     words = (numpy["name"], numpy["keys"].numpy(), numpy["at"], numpy["has_gauss"], numpy["cached"])
-    np.random.set_state(words)  # noqa: NPY002
+    np.random.set_state(words)
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])

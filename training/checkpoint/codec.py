@@ -6,6 +6,7 @@ deltas of a chain gives the same bits, NaN payloads and -0.0 included.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import blosc2
@@ -95,7 +96,14 @@ def chunk_digest(frame_digests: list[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(frame_digests).encode())
 
 
-def state_digest(chunks: dict[str, tuple[int, int, str]]) -> str:
-    """Digest of a whole state from chunk key -> (item bytes, size in bytes, chunk digest)."""
-    rows = (f"{key}\0{item}\0{size}\0{value}\n" for key, (item, size, value) in sorted(chunks.items()))
-    return "xxh3_128:" + xxhash.xxh3_128_hexdigest("".join(rows).encode())
+def state_digest(layout_digest: str, values: list[Any], chunks: dict[str, tuple[int, int, str]]) -> str:
+    """Digest of a whole state: its structure, its scalars, and all its bytes.
+
+    Args:
+        layout_digest: of the structure.
+        values: the scalars as typed JSON.
+        chunks: key -> (item bytes, size in bytes, chunk digest).
+    """
+    rows = [layout_digest, json.dumps(values, separators=(",", ":"))]
+    rows += [f"{key}\0{item}\0{size}\0{value}" for key, (item, size, value) in sorted(chunks.items())]
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest("\n".join(rows).encode())

@@ -144,7 +144,7 @@ class Manifest(Document):
     values: Annotated[list[Any], Field(default_factory=list)]  # the tree's scalars, as typed JSON
     chunks: tuple[Chunk, ...] = ()
     chunk_count: int
-    state_digest: str  # over key, item size, size and digest of every chunk of the whole state
+    state_digest: str  # over layout digest, values, and every chunk of the whole state
     packs: tuple[Pack, ...] = ()
     deltas_since_base: int = 0
     metrics: tuple[MetricPoint, ...] = ()

@@ -134,7 +134,8 @@ def write_packs(snapshot: Snapshot, reference: Reference | None, writer: PackWri
         )
     writer.flush()
     seconds = time.perf_counter() - started - writer.upload_seconds
-    return Written(chunks, writer.packs, digests, state_digest(whole), seconds, writer.upload_seconds)
+    whole_digest = state_digest(snapshot.layout_digest, snapshot.values, whole)
+    return Written(chunks, writer.packs, digests, whole_digest, seconds, writer.upload_seconds)
 
 
 def _encoder(new: Bytes, old: Bytes | None, item_bytes: int) -> Callable[[], bytes]:

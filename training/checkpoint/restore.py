@@ -201,7 +201,9 @@ def _check_plan(head: Manifest, plans: dict[str, _Plan], live: set[str]) -> None
             raise Corrupt(f"{head.key}: chunk {key} has no full frame to start from", key=head.key)
         if chunk_digest(plan.frame_digests()) != plan.digest:
             raise Corrupt(f"{head.key}: the frames of chunk {key} do not belong together", key=head.key)
-    actual = state_digest({k: (p.item_bytes, p.size_bytes, p.digest) for k, p in plans.items()})
+    actual = state_digest(
+        head.layout_digest, head.values, {k: (p.item_bytes, p.size_bytes, p.digest) for k, p in plans.items()}
+    )
     if actual != head.state_digest:
         raise Corrupt(f"{head.key}: expected state digest {head.state_digest}, actual {actual}", key=head.key)
 

@@ -1,0 +1,150 @@
+"""The training loop over a half-open range of epochs."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from training.checkpoint.checkpointer import IncrementalCheckpointer
+from training.checkpoint.manifest import Health, MetricPoint, Position
+from training.errors import Diverged, Preempted, Unavailable
+from training.ports import Beat, Message
+from training.trainer import Trainer
+
+_BEAT_SECONDS = 0.2
+_FAILED_SAVES_LIMIT = 3
+
+
+def train_epochs(
+    trainer: Trainer,
+    checkpointer: IncrementalCheckpointer,
+    position: Position,
+    stop: int,
+    report: Callable[[Message], None],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[Position, dict[str, float]]:
+    """Train from `position` until epoch `stop` begins; every step of the way is resumable.
+
+    Args:
+        trainer: the job, with its state already at `position`.
+        checkpointer: an opened attempt.
+        position: what comes next.
+        stop: first epoch that is not trained.
+        report: receives beats.
+        should_stop: asked after each step; true ends the range early, after a save.
+
+    Returns:
+        The position at `stop`, and the metrics of the last evaluation; everything is committed.
+
+    Raises:
+        Preempted: `should_stop` said so; the state is committed.
+        Diverged: the loss is not finite; nothing of it was published.
+        Fenced: a newer attempt has taken over.
+        Unavailable: the store failed several saves in a row.
+    """
+    saver = _Saver(trainer, checkpointer)
+    progress = _Progress(report, position)
+    metrics: dict[str, float] = {}
+    every_steps = trainer.config.checkpoint.every_steps
+    while position.epoch < stop:
+        epoch = position.epoch
+        if trainer.config.loader_workers:
+            saver.settle()  # forking while the encoder holds a lock could hang a worker
+        batches = trainer.batches(position)
+        while position.epoch == epoch:
+            loss = trainer.optimizer_step(batches, trainer.schedule.window_at(position))
+            position = trainer.schedule.after(position)
+            saver.log(position, loss)
+            progress.step(position, loss)
+            stopping = should_stop()
+            due = stopping or (every_steps and position.step % every_steps == 0)
+            if position.epoch == epoch and due:
+                saver.save(position, loss)
+            if position.epoch == epoch and stopping:
+                break
+        else:
+            metrics = trainer.evaluate()
+            saver.save(position, loss, metrics)
+        if position.epoch < stop and should_stop():
+            checkpointer.wait()
+            raise Preempted(f"asked to stop; epoch {position.epoch}, step {position.step} is committed")
+    checkpointer.wait()
+    return position, metrics
+
+
+class _Saver:
+    """Collects metrics between saves, refuses to publish what is not finite, and bears a failed save or two."""
+
+    def __init__(self, trainer: Trainer, checkpointer: IncrementalCheckpointer) -> None:
+        self._trainer = trainer
+        self._checkpointer = checkpointer
+        self._points: list[MetricPoint] = []
+        self._in_flight: list[MetricPoint] = []
+        self._failures = 0
+
+    def log(self, position: Position, loss: Tensor) -> None:
+        """Keep the loss of every n-th step. Counted by step, so that a resumed run logs the same ones."""
+        if position.step % self._trainer.config.log_every_steps == 0:
+            values = {"train/loss": _finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
+            self._points.append(MetricPoint(step=position.step, values=values))
+
+    def save(self, position: Position, loss: Tensor, metrics: dict[str, float] | None = None) -> None:
+        """Start a save. A failure of the one before is counted, and its metrics go with this one."""
+        value = _finite(loss, position)
+        if metrics:
+            values = {f"eval/{name}": number for name, number in metrics.items() if math.isfinite(number)}
+            self._points.append(MetricPoint(step=position.step, values=values))
+        self.settle()
+        self._checkpointer.save(
+            self._trainer.state.capture(),
+            position=position,
+            metrics=self._points,
+            meta={"metrics": metrics or {}},
+            health=Health(finite=True, loss=value),
+        )
+        self._in_flight, self._points = self._points, []
+
+    def settle(self) -> None:
+        """Wait for the save in flight; a store that does not answer is forgiven a few times."""
+        try:
+            self._checkpointer.wait()
+        except Unavailable as error:
+            self._failures += 1
+            if self._failures >= _FAILED_SAVES_LIMIT:
+                raise
+            print(f"save failed, training goes on: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            self._points = self._in_flight + self._points
+        else:
+            self._failures = 0
+        self._in_flight = []
+
+
+class _Progress:
+    """Beats at a bounded rate. Only a finished step makes one, so that a hung loop is silent."""
+
+    def __init__(self, report: Callable[[Message], None], position: Position) -> None:
+        self._report = report
+        self._last = (time.monotonic(), position.sample)
+
+    def step(self, position: Position, loss: Tensor) -> None:
+        """Tell the supervisor, at most every `_BEAT_SECONDS`."""
+        now = time.monotonic()
+        then, sample = self._last
+        if now - then >= _BEAT_SECONDS:
+            self._last = (now, position.sample)
+            rate = (position.sample - sample) / (now - then)
+            self._report(Beat(position=position, loss=_finite(loss, position), samples_per_second=rate))
+
+
+def _finite(loss: Tensor, position: Position) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise Diverged(
+            f"the loss is {value} at step {position.step}",
+            hint="lower the learning rate or set clip_grad_norm; the last checkpoint is healthy",
+        )
+    return value

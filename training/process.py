@@ -1,0 +1,131 @@
+"""The training process: `python -m training.process`. Told what to do on stdin, tells what it did in JSON lines.
+
+--messages FD   train a range: a RangeSpec line on stdin, messages on FD; stdin stays open as a lifeline
+--check         build the job and say how much there is to train
+--evaluate      evaluate the run's newest checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.store import open_store
+from training.config import parse_config
+from training.errors import Invalid, RetomaError
+from training.guard import die_with_parent, exit_at_end_of
+from training.ports import Failed, Message, RangeSpec, encode_message
+
+
+def main() -> None:
+    """Run one mode and exit with the code of the error's kind."""
+    parser = argparse.ArgumentParser(prog="training.process", description=__doc__)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--messages", type=int, metavar="FD")
+    mode.add_argument("--check", action="store_true")
+    mode.add_argument("--evaluate", action="store_true")
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path.cwd()))  # jobs are importable from the project's root
+    if options.messages is not None:
+        die_with_parent()
+        with os.fdopen(options.messages, "wb", buffering=0) as out:
+            sys.exit(_guarded(lambda: _train(out.write), out.write))
+    work = _check if options.check else _evaluate
+    sys.exit(_guarded(lambda: _answer(work(json.loads(sys.stdin.readline()))), sys.stdout.buffer.write))
+
+
+def _train(write: Callable[[bytes], Any]) -> None:
+    from training.session import train_range  # noqa: PLC0415 - torch, only after the guards are up
+
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as stdin:
+        spec = RangeSpec.model_validate_json(stdin.readline())
+    exit_at_end_of(0)
+    asked_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    lock = threading.Lock()
+
+    def report(message: Message) -> None:
+        with lock:  # beats come from the loop, saved checkpoints from the background
+            write(encode_message(message))
+
+    gc.freeze()  # what was imported lives for ever; collecting it stalls training by 300 ms
+    train_range(
+        spec.config,
+        spec.store_url,
+        spec.run,
+        stop=spec.stop,
+        data_folder=Path(spec.data_folder) if spec.data_folder else None,
+        data_version=spec.data_version,
+        token=spec.token,
+        expected=spec.expected,
+        report=report,
+        should_stop=asked_to_stop.is_set,
+    )
+
+
+def _check(question: dict[str, Any]) -> dict[str, Any]:
+    from training.checkpoint.tree import flatten  # noqa: PLC0415
+    from training.trainer import Trainer  # noqa: PLC0415
+
+    trainer = Trainer(parse_config(question["config"]), _folder(question))
+    flatten(trainer.state.capture())
+    return {
+        "steps_per_epoch": trainer.schedule.steps_per_epoch,
+        "total_steps": trainer.total_steps,
+        "samples": trainer.schedule.samples,
+        "params": trainer.job.params.model_dump(mode="json"),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+    }
+
+
+def _evaluate(question: dict[str, Any]) -> dict[str, Any]:
+    from training.checkpoint.restore import restore_newest  # noqa: PLC0415
+    from training.state import apply_model  # noqa: PLC0415
+    from training.trainer import Trainer  # noqa: PLC0415
+
+    restored, _, _ = restore_newest(open_store(question["store_url"]), question["run"])
+    if restored is None:
+        raise Invalid(f"run {question['run']} has no checkpoint to evaluate", run=question["run"])
+    trainer = Trainer(parse_config(question["config"]), _folder(question))
+    apply_model(trainer.model, restored["model"])
+    return {
+        "metrics": trainer.evaluate(),
+        "state_digest": restored.manifest.state_digest,
+        "checkpoint": restored.checkpoint.ref.model_dump(),
+    }
+
+
+def _folder(question: dict[str, Any]) -> Path | None:
+    return Path(question["data_folder"]) if question.get("data_folder") else None
+
+
+def _answer(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)  # noqa: T201 - the answer
+
+
+def _guarded(work: Callable[[], None], write: Callable[[bytes], Any]) -> int:
+    """Run, and turn whatever goes wrong into a Failed line and an exit code."""
+    try:
+        work()
+    except RetomaError as error:
+        write(encode_message(Failed(error=error.kind, message=error.message, hint=error.hint)))
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last line of this process
+        traceback.print_exc()
+        write(encode_message(Failed(error=type(error).__name__, message=str(error))))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One attempt at a range, from an open store to its last commit. Needs no server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint.checkpointer import IncrementalCheckpointer
+from training.checkpoint.manifest import Committed, Manifest, Position, Ref, manifest_key
+from training.checkpoint.restore import RestoredState
+from training.checkpoint.store import Store
+from training.checkpoint.token import Skipped
+from training.config import JobConfig, digest_of
+from training.errors import Corrupt, Invalid
+from training.loop import train_epochs
+from training.ports import Done, Message, Restored, Saved
+from training.trainer import Trainer
+
+
+def train_range(
+    config: JobConfig,
+    store: str | Store,
+    run: str,
+    *,
+    stop: int | None = None,
+    data_folder: Path | None = None,
+    data_version: Mapping[str, Any] | None = None,
+    token: int | None = None,
+    expected: Ref | None = None,
+    report: Callable[[Message], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Done:
+    """Resume a run from its newest intact checkpoint and train until epoch `stop`.
+
+    Args:
+        config: what is trained.
+        store: the run's store, or its address.
+        run: name of the run.
+        stop: first epoch that is not trained; default: the end of the run.
+        data_folder: the verified data set.
+        data_version: its digest and revision; recorded in every manifest, and compared on resume.
+        token: claimed by a supervisor; default: claim one.
+        expected: the newest checkpoint that the registry knows; a difference is reported, the store wins.
+        report: receives every message.
+        should_stop: see `train_epochs`.
+
+    Raises:
+        Invalid: the job cannot be trained, or the run was started with another job or other data.
+        See `train_epochs` for the rest.
+    """
+    started = time.perf_counter()
+    trainer = Trainer(config, data_folder)
+    checkpointer = IncrementalCheckpointer(
+        store,
+        run=run,
+        token=token,
+        deltas_per_base=config.checkpoint.deltas_per_base,
+        encode_threads=config.checkpoint.encode_threads,
+        job=describe(config),
+        data=data_version,
+        on_saved=lambda committed: report(_saved(committed)),
+    )
+    with checkpointer:
+        checkpointer.check(trainer.state.capture())
+        restored = checkpointer.restore()
+        position = _resume(trainer, restored, config, data_version)
+        report(
+            Restored(
+                checkpoint=restored.checkpoint.ref if restored else None,
+                position=position,
+                skipped=_differences(restored, expected),
+                seconds=time.perf_counter() - started,
+                total_steps=trainer.total_steps,
+                steps_per_epoch=trainer.schedule.steps_per_epoch,
+            )
+        )
+        last = config.epochs if stop is None else min(stop, config.epochs)
+        position, metrics = train_epochs(trainer, checkpointer, position, last, report, should_stop)
+        head = checkpointer.head
+    if head is None:
+        raise Invalid(f"nothing to train: the range ends at epoch {last}")
+    done = Done(
+        checkpoint=head.ref,
+        position=position,
+        state_digest=head.manifest.state_digest,
+        metrics=metrics or head.manifest.meta.get("metrics", {}),
+    )
+    report(done)
+    return done
+
+
+def describe(config: JobConfig) -> dict[str, Any]:
+    """What a manifest says about the job."""
+    return {
+        "name": config.short_name,
+        "digest": digest_of(config.identity()),
+        "identity": config.identity(),
+        "epochs": config.epochs,
+    }
+
+
+def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[str, Any] | None) -> None:
+    """Refuse to continue a run as another one.
+
+    Raises:
+        Invalid: names each key that differs, with both values.
+    """
+    saved, live = manifest.job.get("identity", {}), config.identity()
+    differences = [
+        f"{key} was {saved.get(key)!r}, is {live.get(key)!r}"
+        for key in sorted(saved.keys() | live.keys())
+        if saved.get(key) != live.get(key)
+    ]
+    old, new = manifest.data.get("digest"), (data_version or {}).get("digest")
+    if old != new:
+        differences.append(f"the data's digest was {old!r}, is {new!r}")
+    if differences:
+        raise Invalid(
+            f"run {manifest.run} was started with another configuration: {'; '.join(differences)}",
+            hint="resume with the first configuration, or start a new run: retoma train JOB.yaml --new",
+            run=manifest.run,
+        )
+
+
+def _resume(
+    trainer: Trainer, restored: RestoredState | None, config: JobConfig, data_version: Mapping[str, Any] | None
+) -> Position:
+    if restored is None:
+        return Position()
+    check_same_run(restored.manifest, config, data_version)
+    for section in ("model", "optimizer", "scheduler", "scaler", "randomness"):
+        if section not in restored:
+            raise Corrupt(f"the checkpoint holds no {section}", key=restored.manifest.key)
+    trainer.state.apply(restored)
+    return restored.position
+
+
+def _differences(restored: RestoredState | None, expected: Ref | None) -> tuple[Skipped, ...]:
+    skipped = restored.skipped if restored else ()
+    found = restored.checkpoint.ref if restored else None
+    if expected is not None and (
+        found is None or (expected.token, expected.sequence) > (found.token, found.sequence)
+    ):
+        key = manifest_key(expected.token, expected.sequence)
+        skipped += (Skipped(key=key, reason=f"registered, but the store's newest intact checkpoint is {found}"),)
+    return skipped
+
+
+def _saved(committed: Committed) -> Saved:
+    manifest = committed.manifest
+    return Saved(
+        checkpoint=committed.ref,
+        checkpoint_kind=manifest.kind,
+        position=manifest.position,
+        written_bytes=manifest.costs.written_bytes,
+        state_bytes=manifest.costs.state_bytes,
+        stall_seconds=manifest.costs.stall_seconds,
+        metrics=manifest.meta.get("metrics", {}),
+    )

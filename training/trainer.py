@@ -1,0 +1,140 @@
+"""One job made ready to train: model, optimizer, data and the single optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from training.checkpoint.manifest import Position
+from training.checkpoint.restore import restore_checkpoint
+from training.checkpoint.store import open_store
+from training.config import JobConfig
+from training.data import Schedule, load_batches, to_device
+from training.errors import Invalid
+from training.job import load_job
+from training.randomness import preserved_randomness, seed_everything
+from training.state import TrainingState, apply_model
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """Everything that one training process holds. Building it sets the process's seeds and thread count.
+
+    Raises:
+        Invalid: the job, its parameters, its data or its state cannot be trained and saved.
+    """
+
+    def __init__(self, config: JobConfig, data_folder: Path | None) -> None:
+        self.config = config
+        self.device = _device(config)
+        torch.set_num_threads(config.threads)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = False  # picks kernels by time, which changes results
+            torch.backends.cudnn.deterministic = True
+        seed_everything(config.seed)
+        self.job = load_job(config.job, config.params, data_folder)
+        self.model = self.job.model().to(self.device)
+        if config.init_from is not None:
+            _start_from(self.model, config)
+        self.optimizer = self.job.optimizer(self.model)
+        self.dataset = self.job.train_data()
+        samples = len(cast("Any", self.dataset))
+        if samples == 0:
+            raise Invalid(f"{config.job} has no training samples")
+        self.schedule = Schedule(samples, config.batch_size, config.accumulate_batches)
+        scheduler = self.job.scheduler(self.optimizer, self.total_steps)
+        self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
+        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler)
+        self.model.train()
+        seed_everything(config.seed)  # again: what model() drew must not matter for what follows
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.schedule.steps_per_epoch * self.config.epochs
+
+    def batches(self, position: Position) -> Iterator[Any]:
+        """Micro-batches of the rest of the position's epoch."""
+        return load_batches(
+            self.dataset,
+            seed=self.config.seed,
+            epoch=position.epoch,
+            offset=self.schedule.offset(position),
+            batch_size=self.config.batch_size,
+            workers=self.config.loader_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def optimizer_step(self, batches: Iterator[Any], window_samples: int) -> Tensor:
+        """One step on the mean loss over `window_samples` samples, however they fall into micro-batches.
+
+        A short last window divides by its own size, so that each step is a step on a plain mean.
+
+        Returns:
+            The loss, a 0-dim tensor on the device; reading it waits for the device.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        left = window_samples
+        while left > 0:
+            count = min(self.config.batch_size, left)
+            batch = to_device(next(batches), self.device)
+            with self._autocast():
+                loss = self.job.loss(self.model, batch) * (count / window_samples)
+            cast("Callable[[], None]", (self.scaler.scale(loss) if self.scaler else loss).backward)()
+            total += loss.detach()
+            left -= count
+        self._apply_gradients()
+        return total
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the job. Leaves the random generators and the modules' modes as they were."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), preserved_randomness(), self._autocast():
+                return {name: float(value) for name, value in self.job.evaluate(self.model).items()}
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def learning_rate(self) -> float:
+        """Of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _apply_gradients(self) -> None:
+        if self.config.clip_grad_norm is not None:
+            if self.scaler:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        if self.state.scheduler:
+            self.state.scheduler.step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self.config.precision)
+        return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _device(config: JobConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise Invalid("device is cuda, but torch sees no GPU", hint="--set device=cpu, or check nvidia-smi")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def _start_from(model: torch.nn.Module, config: JobConfig) -> None:
+    source = config.init_from
+    assert source is not None  # noqa: S101 - the caller looked
+    state = restore_checkpoint(open_store(source.store_url), source.token, source.sequence, source.run)
+    apply_model(model, state["model"])
