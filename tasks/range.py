@@ -57,10 +57,30 @@ class RangeResult(Frozen):
     tries: int  # tokens claimed by this attempt; 0: the store already had it
 
 
+class Pointer(Protocol):
+    """A registered checkpoint."""
+
+    @property
+    def store_url(self) -> str:
+        """Store root of its run."""
+
+    @property
+    def token(self) -> int:
+        """Token that committed it."""
+
+    @property
+    def sequence(self) -> int:
+        """Its number."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of its manifest."""
+
+
 class Registry(Protocol):
     """The question that a range asks of MLflow."""
 
-    def newest(self, run: str) -> Ref | None:
+    def newest(self, run: str) -> Pointer | None:
         """The run's newest registered checkpoint. Raises `Unavailable`."""
 
 
@@ -175,10 +195,14 @@ class _Supervisor:
         if self.registry is None:
             return
         try:
-            self.expected = self.registry.newest(self.order.run)
-        except Unavailable as error:
-            self.logger.warning("MLflow is away, going on from the store alone: %s", error.message)
+            known = self.registry.newest(self.order.run)
+        except (Unavailable, Invalid) as error:
+            self.logger.warning("MLflow does not tell, going on from the store alone: %s", error.message)
             return
+        if known is not None:
+            self.expected = Ref(token=known.token, sequence=known.sequence, digest=known.digest)
+            if known.store_url != self.order.store_url:
+                self.logger.warning("MLflow says that the store is %s: it moved?", known.store_url)
         if self.expected != head:
             self.logger.warning("MLflow knows %s as newest, the store has %s: the store wins", self.expected, head)
 
