@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from infra.mlflow_connection import Connection
+from infra.mlflow_connection import Connection, Missing
 from infra.mlflow_runs import Runs, check_run_name
 from infra.mlflow_text import (
     NOTE,
@@ -90,6 +91,11 @@ class Checkpoints:
         with self._connection.asking("finishing a registration") as client:
             client.finalize_logged_model(registered.model_id, "READY")
 
+    def delete(self, registered: Registered) -> None:
+        """Remove an entry that does not tell the truth."""
+        with self._connection.asking("removing a wrong registration") as client:
+            client.delete_logged_model(registered.model_id)
+
     def mark_void(self, registered: Registered, reason: str) -> None:
         """Say that the run does not build on it any more, and why."""
         note = f"**Not part of the run's history any more:** {reason}\n\n{registered.note}"
@@ -120,7 +126,10 @@ class Checkpoints:
         unique = {row.model_id: row for row in rows}
         first, *others = sorted(unique.values(), key=lambda row: (row.creation_timestamp, row.model_id))
         for row in others:
-            with self._connection.asking("removing a checkpoint registered twice") as client:
+            with (
+                contextlib.suppress(Missing),
+                self._connection.asking("removing a checkpoint made twice") as client,
+            ):
                 client.delete_logged_model(row.model_id)
         registered = _registered(first)
         assert registered is not None  # noqa: S101  rows were parsed before

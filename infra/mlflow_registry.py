@@ -85,7 +85,7 @@ class MlflowRegistry:
             tags["mlflow.source.git.commit"] = str(data_version["revision"])
         if any(record.tags.get(key) != value for key, value in tags.items()):
             self.runs.add_dataset(record, data_version)
-            self.runs.update(record, tags)
+            record = self.runs.update(record, tags)
         return record
 
     def open_attempt(self, parent: RunRecord, run: str, attempt: Attempt, data: Mapping[str, Any]) -> RunRecord:

@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from infra.mlflow_connection import Conflict, Connection
@@ -118,8 +118,12 @@ class Runs:
 
     def update(
         self, record: RunRecord, tags: Mapping[str, str] | None = None, params: Mapping[str, str] | None = None
-    ) -> None:
-        """Write tags that differ, and parameters that are not there yet: MLflow refuses to change those."""
+    ) -> RunRecord:
+        """Write tags that differ, and parameters that are not there yet: MLflow refuses to change those.
+
+        Returns:
+            The record as it is now. No traffic if nothing differs.
+        """
         from mlflow.entities import Param, RunTag  # noqa: PLC0415
 
         wanted = {key: cut(value, TAG_CHARACTERS) for key, value in (tags or {}).items()}
@@ -136,18 +140,21 @@ class Runs:
                     tags=new_tags[start : start + _BATCH],
                     params=new_params[start : start + _BATCH],
                 )
+        names = record.params | {param.key for param in new_params}
+        return replace(record, tags={**record.tags, **wanted}, params=names)
 
-    def set_status(self, record: RunRecord, status: RunStatus | Literal["RUNNING"], reason: str = "") -> None:
-        """End a run, or set an ended one back to RUNNING."""
+    def set_status(self, record: RunRecord, status: RunStatus | Literal["RUNNING"], reason: str = "") -> RunRecord:
+        """End a run, or set an ended one back to RUNNING. Returns the record as it is now."""
         if record.tags.get(REASON, "") != reason:
-            self.update(record, {REASON: reason})
+            record = self.update(record, {REASON: reason})
         if record.status == status:
-            return
+            return record
         with self._connection.asking(f"setting a run to {status}") as client:
             if status == "RUNNING":
                 client.update_run(record.id, status=status)
             else:
                 client.set_terminated(record.id, status=status)
+        return replace(record, status=status)
 
     def add_dataset(self, record: RunRecord, data: Mapping[str, Any]) -> None:
         """Log the data set as input; repeating it is a no-op. Nothing happens without path and digest."""
