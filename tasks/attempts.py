@@ -32,6 +32,15 @@ SILENCE_MARGIN_SECONDS = 60.0
 KEYS_AT_ONCE = 50
 
 
+class GaveUp(Unavailable):
+    """So many tries in a row committed nothing that another one at once is pointless."""
+
+    @property
+    def kind(self) -> str:
+        """To a caller it is the same: retry later."""
+        return Unavailable.__name__
+
+
 class Runs(Protocol):
     """What is asked of the orchestrator; see `infra.prefect_runs.PrefectRuns`."""
 
@@ -108,7 +117,7 @@ class RangeFollower:
         """Return when the store holds the range.
 
         Raises:
-            Unavailable: too many tries in a row committed nothing.
+            GaveUp: too many tries in a row committed nothing.
             Fenced: somebody outside this parent has taken the run over.
             RetomaError: what an attempt failed with for good.
         """
@@ -175,7 +184,7 @@ class RangeFollower:
         text = f"attempt {attempt} of epochs {self._order.start} to {self._order.stop} ended {child.state}"
         self._logger.warning("%s: %s", text, child.message)
         if self._failures >= self._order.config.attempts_per_range:
-            raise Unavailable(
+            raise GaveUp(
                 f"{self._failures} tries in a row without a new checkpoint; the last one: {child.message}",
                 hint="cure the cause, then start the same run again: it goes on where it was",
                 run=self._order.run,

@@ -1,0 +1,129 @@
+"""How far a whole run is: kept at the Prefect server, where a command on any machine finds it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+import psutil
+import yaml
+from pydantic import ValidationError
+
+from infra.prefect_runs import PrefectRuns
+from tasks.evaluate import Evaluation
+from tasks.plan import Plan
+from training.checkpoint.history import Lineage, read_lineage
+from training.checkpoint.store import open_store
+from training.config import Frozen
+from training.errors import Unavailable
+
+METADATA_KEY = "milestone"
+PATIENCE_SECONDS = 20.0
+logger = logging.getLogger(__name__)
+
+
+class Sizes(Frozen):
+    """What a run has written. Sizes of deltas are means over all of them, in bytes and per cent of the state."""
+
+    checkpoints: int
+    deltas: int
+    attempts: int
+    state_bytes: int
+    written_bytes: int
+    delta_bytes: float | None
+    delta_percent: float | None
+
+
+class Milestone(Frozen):
+    """The newest thing that a parent flow has reached, and which process it is."""
+
+    run: str
+    phase: str
+    host: str
+    pid: int
+    pid_started: float
+    flow_run_id: str
+    ranges: int | None = None
+    mlflow_url: str | None = None
+    seconds: float | None = None  # since this process began with the run
+    metrics: dict[str, float] | None = None
+    state_digest: str | None = None
+    checkpoint: str | None = None
+    model_version: str | None = None
+    sizes: Sizes | None = None
+
+
+def milestone_key(run: str) -> str:
+    """Artifact key."""
+    return f"run-{run}"
+
+
+def read_milestone(runs: PrefectRuns, run: str) -> Milestone | None:
+    """The newest one of a run."""
+    text = runs.latest_metadata(milestone_key(run)).get(METADATA_KEY)
+    try:
+        return Milestone.model_validate_json(text) if text else None
+    except ValidationError:  # another version wrote it
+        return None
+
+
+def sizes_of(lineage: Lineage) -> Sizes:
+    """Totals over the checkpoints that a run's history admits."""
+    manifests = [committed.manifest for committed in lineage.chain]
+    deltas = [m.costs for m in manifests if m.kind == "delta" and m.costs.state_bytes]
+    count = len(deltas)
+    return Sizes(
+        checkpoints=len(manifests),
+        deltas=count,
+        attempts=len(lineage.attempts),
+        state_bytes=manifests[-1].costs.state_bytes if manifests else 0,
+        written_bytes=sum(m.costs.written_bytes for m in manifests),
+        delta_bytes=sum(c.written_bytes for c in deltas) / count if count else None,
+        delta_percent=100 * sum(c.written_bytes / c.state_bytes for c in deltas) / count if count else None,
+    )
+
+
+class Milestones:
+    """Writes them. A server that is away costs a little time and no training."""
+
+    def __init__(self, run: str, flow_run_id: str) -> None:
+        self._runs = PrefectRuns(patience_seconds=PATIENCE_SECONDS)
+        self._started = time.monotonic()
+        self._now = Milestone(
+            run=run,
+            phase="starting",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_started=psutil.Process().create_time(),
+            flow_run_id=flow_run_id,
+        )
+
+    def reached(self, phase: str, **fields: Any) -> None:
+        """Note a phase: preparing, training, evaluating, registering, done."""
+        seconds = round(time.monotonic() - self._started, 1)
+        self._now = self._now.model_copy(update={"phase": phase, "seconds": seconds, **fields})
+        shown = self._now.model_dump(mode="json", exclude_none=True, exclude={"pid_started"})
+        try:
+            self._runs.put_markdown(
+                milestone_key(self._now.run),
+                f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
+                {METADATA_KEY: self._now.model_dump_json()},
+                self._now.flow_run_id,
+            )
+        except Unavailable as error:
+            logger.warning("phase %s could not be shown: %s", phase, error.message)
+
+    def done(self, plan: Plan, evaluation: Evaluation, model_version: str | None) -> dict[str, Any]:
+        """Note the end; returns the summary."""
+        self.reached(
+            "done",
+            metrics=evaluation.metrics,
+            state_digest=evaluation.state_digest,
+            checkpoint=str(evaluation.checkpoint),
+            model_version=model_version,
+            sizes=sizes_of(read_lineage(open_store(plan.store_url))),
+        )
+        return self._now.model_dump(mode="json", exclude_none=True)
