@@ -20,7 +20,7 @@ EXIT_CODES = "\n\n".join(
         "0 done",
         "1 an error in retoma itself",
         *(
-            f"{kind.exit_code} {name}: {(inspect.getdoc(kind) or '').splitlines()[0]}"
+            f"{kind.exit_code} {name}: {(inspect.getdoc(kind) or '').partition('. ')[0]}"
             for name, kind in sorted(KINDS.items(), key=lambda item: item[1].exit_code)
         ),
         "130 interrupted",

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -50,8 +49,7 @@ def deploy(settings: Settings, *, force: bool = False) -> bool:
             hint="correct the flow or infra/prefect.yaml, then `retoma deploy`",
         )
     if settings.prefect_api_url is None:
-        ids = tuple(str(found["id"]) for found in _ours(settings))
-        _record(settings).write_text(Deployed(digest=digest, ids=ids).model_dump_json())
+        _record(settings).write_text(Deployed(digest=digest, ids=_ids(settings)).model_dump_json())
     return True
 
 
@@ -88,24 +86,28 @@ def _digest(settings: Settings) -> str:
 
 def _is_deployed(settings: Settings, digest: str) -> bool:
     if settings.prefect_api_url is not None:
-        return False
+        return False  # another machine may have deployed something else there
     try:
         last = Deployed.model_validate_json(_record(settings).read_text())
     except (FileNotFoundError, ValidationError):
         return False
-    wanted = {
+    return last == Deployed(digest=digest, ids=_ids(settings))
+
+
+def _ids(settings: Settings) -> tuple[str, ...]:
+    """Ids of the deployments on the server that are ours by entrypoint, name and pool."""
+    ours = {
         (entry["entrypoint"], entry["name"], entry["work_pool"]["name"])
         for entry in yaml.safe_load((settings.home / PREFECT_FILE).read_text())["deployments"]
     }
-    there = [found for found in _ours(settings) if found["id"] in last.ids]
-    found = {(entry["entrypoint"], entry["name"], entry["work_pool_name"]) for entry in there}
-    return last.digest == digest and found == wanted
-
-
-def _ours(settings: Settings) -> list[dict[str, Any]]:
-    wanted = {"deployments": {"tags": {"all_": ["retoma"]}}}
-    found: list[dict[str, Any]] = ask(_port(settings), "POST", "/api/deployments/filter", wanted)
-    return found
+    there = ask(_port(settings), "POST", "/api/deployments/filter", {})
+    return tuple(
+        sorted(
+            str(found["id"])
+            for found in there
+            if (found["entrypoint"], found["name"], found["work_pool_name"]) in ours
+        )
+    )
 
 
 def _prefect(settings: Settings, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

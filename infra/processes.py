@@ -24,6 +24,8 @@ from training.errors import Unavailable
 FOLDER_MARK = "_RETOMA_STACK_FOLDER"
 PROCESS_MARK = "_RETOMA_STACK_PROCESS"
 LOG_LIMIT_BYTES = 32 * 2**20
+POLL_SECONDS = 0.02
+KILL_SECONDS = 5.0
 
 
 class Record(Frozen):
@@ -134,12 +136,11 @@ def stop(processes: Iterable[psutil.Process], grace_seconds: float) -> list[psut
         with contextlib.suppress(psutil.Error):
             process.terminate()
             process.resume()  # a frozen process takes SIGTERM only when it goes on
-    _, alive = psutil.wait_procs(targets, timeout=grace_seconds)
+    alive = _wait_for_end(targets, grace_seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    _, alive = psutil.wait_procs(alive, timeout=5)
-    return [process for process in alive if _lives(process)]
+    return _wait_for_end(alive, KILL_SECONDS)
 
 
 def is_frozen(process: psutil.Process) -> bool:
@@ -150,8 +151,18 @@ def is_frozen(process: psutil.Process) -> bool:
         return False
 
 
-def _lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs. A zombie does not: it only waits for init, which may take its time."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def _wait_for_end(processes: list[psutil.Process], timeout_seconds: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + timeout_seconds
+    while alive := [process for process in processes if is_alive(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    return alive
