@@ -123,9 +123,7 @@ def test_the_local_stack_gives_the_urls_unless_they_are_set(
     assert load_settings().tracking_url() == "https://mlflow.example"
 
 
-def test_children_get_no_telemetry_and_no_foreign_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_get_no_telemetry_and_no_foreign_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = local(tmp_path, monkeypatch)
     shell = {
         "PATH": "/bin",

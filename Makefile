@@ -1,0 +1,36 @@
+# Each target makes or refreshes .venv by itself. PYTHON=... names another interpreter than python3.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/retoma-installed
+
+.PHONY: train test lint up down clean help
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(INSTALLED) ## train the example job through the local stack, which is started if needed
+	@$(BIN)/retoma train training/jobs/mnist_cnn.yaml
+
+test: $(INSTALLED) ## run all tests; those with servers share one process and one stack
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(INSTALLED) ## style, types and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+up: $(INSTALLED) ## start the local stack
+	@$(BIN)/retoma up
+
+down: $(INSTALLED) ## stop the local stack
+	@$(BIN)/retoma down
+
+clean: ## stop the local stack; remove .venv and caches, but neither runs nor checkpoints (.retoma)
+	@if [ -x $(BIN)/retoma ]; then $(BIN)/retoma down; fi
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml requirements.lock .ci/setup
+	@PYTHON=$(PYTHON) .ci/setup
