@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import psutil
 
 from infra.beat import Progress
+from infra.mlflow_runs import RunStatus
 from tasks.data import DataVersion, verify_data
 from tasks.ending import Ending
 from tasks.supervise import TRAINING_COMMAND, Child
@@ -87,10 +88,10 @@ class Registry(Protocol):
 class Publisher(Protocol):
     """What is told to MLflow in the background. None of it raises or waits."""
 
-    def attempt_started(self, token: int, start: int, stop: int, who: dict[str, Any]) -> None:
+    def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         """A token was claimed."""
 
-    def attempt_ended(self, token: int, status: str, reason: str) -> None:
+    def attempt_ended(self, token: int, status: RunStatus, reason: str) -> None:
         """Its training process is dead. Status: FINISHED, FAILED or KILLED."""
 
     def notify(self) -> None:
@@ -339,7 +340,7 @@ class _Supervisor:
         self.on_progress(self.progress)
 
 
-def _verdict(ending: Ending) -> tuple[str, str]:
+def _verdict(ending: Ending) -> tuple[RunStatus, str]:
     """Status and reason of the attempt's MLflow run."""
     error: RetomaError | None = ending.error()
     if error is None:

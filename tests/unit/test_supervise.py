@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class Notes:
         self.ended: list[tuple[int, str, str]] = []
         self.notified = 0
 
-    def attempt_started(self, token: int, start: int, stop: int, who: dict[str, Any]) -> None:
+    def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         self.started.append(token)
 
     def attempt_ended(self, token: int, status: str, reason: str) -> None:

@@ -1,0 +1,52 @@
+"""One attempt at an epoch range, on a GPU pool. Its process supervises; the training runs in a child of it.
+
+How it ends tells the parent what to do: Completed and Failed are final, Crashed asks for another attempt,
+Cancelled says that another attempt has taken over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow, get_run_logger, runtime
+from prefect.states import Cancelled, Crashed, Failed
+
+from infra.beat import Reporter
+from infra.settings import load_settings
+from tasks.attempts import outcome_of
+from tasks.publish import Publisher
+from tasks.range import RangeOrder, RangeResult, run_range
+from training.errors import RetomaError
+
+STATES = {"CRASHED": Crashed, "CANCELLED": Cancelled, "FAILED": Failed}
+CLOSE_SECONDS = 5.0
+
+
+@flow(name="train-range")
+def train_range(order: RangeOrder) -> Any:
+    """Train the epochs of the order; what the store already has costs nothing."""
+    settings = load_settings()
+    flow_run_id = str(runtime.flow_run.id)
+    registry = registry_of(settings)
+    reporter = Reporter(flow_run_id)
+    version = order.data_version.model_dump() if order.data_version else None
+    publisher = Publisher(order.store_url, registry, order.run, config=order.config, data_version=version)
+    publisher.start()
+    try:
+        result: RangeResult = run_range(
+            order,
+            root=settings.home,
+            flow_run_id=flow_run_id,
+            registry=registry,
+            publisher=publisher,
+            on_progress=reporter.report,
+            logger=get_run_logger(),
+        )
+    except RetomaError as error:
+        state, message = outcome_of(error)
+        return STATES[state](message=message)
+    finally:
+        # Both bounded: what is left over is published by the next attempt or by the parent.
+        publisher.close(CLOSE_SECONDS)
+        reporter.close()
+    return result.model_dump(mode="json")
