@@ -28,7 +28,7 @@ down: $(INSTALLED) ## stop the local stack
 	@$(BIN)/retoma down
 
 clean: ## stop the local stack; remove .venv and caches, but neither runs nor checkpoints (.retoma)
-	@if [ -x $(BIN)/retoma ]; then $(BIN)/retoma down; fi
+	-@if [ -x $(BIN)/retoma ]; then $(BIN)/retoma down; fi
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
