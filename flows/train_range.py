@@ -16,6 +16,7 @@ from infra.settings import load_settings
 from tasks.attempts import outcome_of
 from tasks.publish import Publisher
 from tasks.range import RangeOrder, RangeResult, run_range
+from tasks.tracking import registry_of
 from training.errors import RetomaError
 
 STATES = {"CRASHED": Crashed, "CANCELLED": Cancelled, "FAILED": Failed}
