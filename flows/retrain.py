@@ -45,7 +45,7 @@ def retrain(
         name = run or default_name(settings, job, changes)
         if verdict.init_from is not None:
             changes = [*changes, f"init_from={verdict.init_from.model_dump_json()}"]
-        return run_training(settings, job, name, changes)
+        return run_training(settings, job, name, changes, registered_model)
     except RetomaError as error:
         state, message = outcome_of(error)
         return Cancelled(message=message) if state == "CANCELLED" else Failed(message=message)

@@ -58,8 +58,10 @@ def train(job: str, run: str | None = None, overrides: list[str] | None = None) 
         return Cancelled(message=message) if state == "CANCELLED" else Failed(message=message)
 
 
-def run_training(settings: Settings, job: str, run: str, overrides: list[str]) -> dict[str, Any]:
-    """The training, inside a flow. Raises the errors of its parts."""
+def run_training(
+    settings: Settings, job: str, run: str, overrides: list[str], model: str | None = None
+) -> dict[str, Any]:
+    """The training, inside a flow; registered as `model`, by default the job's name. Raises its parts' errors."""
     milestones = Milestones(run, str(runtime.flow_run.id))
     milestones.reached("preparing")
     plan = prepare(settings, job, overrides, run)
@@ -75,7 +77,7 @@ def run_training(settings: Settings, job: str, run: str, overrides: list[str]) -
         milestones.reached("evaluating")
         evaluation = evaluate_run(settings, plan)
         milestones.reached("registering")
-        version = register(settings, plan, evaluation)
+        version = register(settings, plan, evaluation, model)
     except RetomaError as error:
         close_failed(settings, run, error)
         raise
@@ -101,15 +103,15 @@ def evaluate_run(settings: Settings, plan: Plan) -> Evaluation:
 
 
 @task(**PATIENT, task_run_name="register")
-def register_patiently(settings: Settings, plan: Plan, evaluation: Evaluation) -> str:
+def register_patiently(settings: Settings, plan: Plan, evaluation: Evaluation, model: str | None) -> str:
     """Everything that MLflow should have, and the model's new version."""
-    return register_run(settings, plan, evaluation)
+    return register_run(settings, plan, evaluation, model)
 
 
-def register(settings: Settings, plan: Plan, evaluation: Evaluation) -> str | None:
+def register(settings: Settings, plan: Plan, evaluation: Evaluation, model: str | None) -> str | None:
     """Register; MLflow being away does not turn a training that is done into one that failed."""
     try:
-        return register_patiently(settings, plan, evaluation)
+        return register_patiently(settings, plan, evaluation, model)
     except Unavailable as error:
         get_run_logger().warning("not registered: %s; starting run %s again registers it", error, plan.run)
         return None

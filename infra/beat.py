@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from infra.facts import to_metadata
 from training.config import Frozen
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 EVENT = "retoma.progress"
 SEND_SECONDS = 1.0
 CLIENT_TIMEOUT_SECONDS = 5.0
-METADATA_KEY = "progress"
 logger = logging.getLogger(__name__)
 
 
@@ -191,7 +191,7 @@ class Reporter:
         fields: dict[str, Any] = {
             "data": round(progress.percent, 2),
             "description": describe(progress),
-            "metadata_": {METADATA_KEY: progress.model_dump_json()},
+            "metadata_": to_metadata(progress),
         }
         with self._connect() as client:
             if self._artifact_id is None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 import tenacity
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from infra.beat import METADATA_KEY, Progress, artifact_key, short_client
+from infra.beat import Progress, artifact_key, short_client
+from infra.facts import from_metadata
 from training.config import Frozen
 from training.errors import Invalid, Unavailable
 
@@ -130,11 +131,7 @@ class PrefectRuns:
 
     def progress(self, run: str) -> Progress | None:
         """What the newest attempt of a run reported last."""
-        text = self.latest_metadata(artifact_key(run)).get(METADATA_KEY)
-        try:
-            return Progress.model_validate_json(text) if text else None
-        except ValidationError:  # another version wrote it
-            return None
+        return from_metadata(Progress, self.latest_metadata(artifact_key(run)))
 
     def latest_metadata(self, key: str) -> dict[str, str]:
         """Metadata of the newest artifact with a key; empty if there is none."""

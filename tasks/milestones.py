@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import yaml
-from pydantic import ValidationError
 
+from infra.facts import from_metadata, to_metadata
 from infra.prefect_runs import PrefectRuns
 from tasks.evaluate import Evaluation
 from tasks.plan import Plan
@@ -20,7 +20,6 @@ from training.checkpoint.store import open_store
 from training.config import Frozen
 from training.errors import Unavailable
 
-METADATA_KEY = "milestone"
 PATIENCE_SECONDS = 20.0
 logger = logging.getLogger(__name__)
 
@@ -63,11 +62,7 @@ def milestone_key(run: str) -> str:
 
 def read_milestone(runs: PrefectRuns, run: str) -> Milestone | None:
     """The newest one of a run."""
-    text = runs.latest_metadata(milestone_key(run)).get(METADATA_KEY)
-    try:
-        return Milestone.model_validate_json(text) if text else None
-    except ValidationError:  # another version wrote it
-        return None
+    return from_metadata(Milestone, runs.latest_metadata(milestone_key(run)))
 
 
 def sizes_of(lineage: Lineage) -> Sizes:
@@ -110,7 +105,7 @@ class Milestones:
             self._runs.put_markdown(
                 milestone_key(self._now.run),
                 f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
-                {METADATA_KEY: self._now.model_dump_json()},
+                to_metadata(self._now),
                 self._now.flow_run_id,
             )
         except Unavailable as error:

@@ -202,7 +202,7 @@ class _Supervisor:
             return
         if known is not None:
             self.expected = Ref(token=known.token, sequence=known.sequence, digest=known.digest)
-            if known.store_url != self.order.store_url:
+            if known.store_url not in (self.store.url, self.order.store_url):
                 self.logger.warning("MLflow says that the store is %s: it moved?", known.store_url)
         if self.expected != head:
             self.logger.warning("MLflow knows %s as newest, the store has %s: the store wins", self.expected, head)

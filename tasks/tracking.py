@@ -38,8 +38,8 @@ def open_run(settings: Settings, plan: Plan) -> str | None:
         return None
 
 
-def register_run(settings: Settings, plan: Plan, evaluation: Evaluation) -> str:
-    """Publish what is missing, register the result as the next version of the job's model, close the run.
+def register_run(settings: Settings, plan: Plan, evaluation: Evaluation, model: str | None = None) -> str:
+    """Publish what is missing, register the result as the next version of `model` (the job's name), close the run.
 
     Returns:
         `<model>/<version>`.
@@ -50,7 +50,7 @@ def register_run(settings: Settings, plan: Plan, evaluation: Evaluation) -> str:
     registry = registry_of(settings)
     open_run(settings, plan)
     publish(open_store(plan.store_url), registry, plan.run, final=True)
-    name = plan.config.short_name
+    name = model or plan.config.short_name
     version = register_final(plan.store_url, registry, plan.run, name, evaluation.metrics)
     registry.close_run(plan.run, "FINISHED")
     return f"{name}/{version}"
