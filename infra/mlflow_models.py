@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from infra.mlflow_connection import Conflict, Connection, Missing
 from infra.mlflow_text import TAG_CHARACTERS, cut
@@ -35,16 +38,14 @@ class Models:
 
         `mlflow.pyfunc.load_model` downloads the whole folder, so the weights stay in the run's store.
         """
-        from mlflow import pyfunc  # noqa: PLC0415
-        from mlflow.models import Model  # noqa: PLC0415
-
-        model = Model(model_id=model_id)
-        pyfunc.add_to_model(model, loader_module=LOADER, data="data")
+        # written by hand: importing mlflow.pyfunc takes seconds, and its warnings
+        flavor = {"loader_module": LOADER, "data": "data", "python_version": platform.python_version()}
+        model = {"model_id": model_id, "model_uuid": model_id, "flavors": {"python_function": flavor}}
         with tempfile.TemporaryDirectory(prefix="retoma-") as name:
             folder = Path(name)
             (folder / "data").mkdir()
             (folder / "data" / "pointer.json").write_text(json.dumps(dict(pointer), indent=1, sort_keys=True))
-            model.save(str(folder / "MLmodel"))
+            (folder / "MLmodel").write_text(yaml.safe_dump(model))
             with self._connection.asking("uploading a model's pointer") as client:
                 client.log_model_artifacts(model_id, str(folder))
 

@@ -80,6 +80,8 @@ class Reconciler:
         self._known: dict[Place, Committed] = {}
         self._registered = 0
         self._missing: tuple[str, ...] = ()
+        self._seen: object = None  # the store as it was registered last
+        self._drawn: object = None  # and as it was drawn last
         self._forget()
 
     def reconcile(
@@ -147,8 +149,8 @@ class Reconciler:
         self._checkpoints: dict[Place, Registered] = {}
         self._inputs: set[int] = set()
         self._logged: dict[str, MetricLog] = {}
-        self._seen: object = None
-        self._drawn: object = None
+        self._seen = None
+        self._drawn = None
 
     def _is_ready(self, committed: Committed) -> bool:
         found = self._checkpoints.get((committed.ref.token, committed.ref.sequence))
