@@ -1,0 +1,121 @@
+"""Commands that look at runs. They read the stores and ask no server."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.tree import Tree
+
+from infra.settings import load_settings
+from tasks.runs import attempt_row, checkpoint_row, find_run, list_runs
+
+if TYPE_CHECKING:
+    from training.checkpoint.history import Lineage
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def runs(as_json: Json = False) -> None:
+    """List the runs, the newest last."""
+    settings = load_settings()
+    found = list_runs(settings)
+    if as_json:
+        typer.echo(json.dumps([summary.model_dump() for summary in found], indent=2))
+        return
+    console = _console()
+    if not found:
+        console.print(f"no runs in {settings.checkpoints_url}; start one with `retoma train JOB.yaml`")
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "state", "epoch", "step", "head", "attempts", "last worked on"):
+        table.add_column(title, overflow="fold")
+    for summary in found:
+        table.add_row(
+            summary.run,
+            "[green]finished[/]" if summary.finished else "[yellow]unfinished[/]",
+            f"{summary.epoch}/{summary.epochs if summary.epochs is not None else '?'}",
+            str(summary.step),
+            summary.head or "none",
+            str(summary.attempts),
+            summary.updated[:19],
+        )
+    console.print(table)
+
+
+def show(run: Annotated[str, typer.Argument(help="Name of the run.")], as_json: Json = False) -> None:
+    """Show a run's chain of checkpoints and its attempts."""
+    settings = load_settings()
+    store, lineage = find_run(settings, run)
+    by_token = {attempt.token: attempt for attempt in lineage.attempts}
+    chain = [checkpoint_row(committed, by_token) for committed in lineage.chain]
+    attempts = [attempt_row(attempt) for attempt in lineage.attempts]
+    problems = [problem.model_dump() for problem in lineage.problems]
+    if as_json:
+        head = lineage.head.manifest if lineage.head else None
+        fields = {
+            "run": run,
+            "store_url": store.url,
+            "job": head.job if head else {},
+            "data": head.data if head else {},
+            "chain": chain,
+            "attempts": attempts,
+            "problems": problems,
+        }
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    console = _console()
+    console.print(_chain_tree(run, store.url, lineage, chain))
+    console.print(_attempt_tree(attempts))
+    for problem in problems:
+        console.print(f"problem  {problem['key']}: {problem['reason']}", style="red", markup=False)
+
+
+def _chain_tree(run: str, store_url: str, lineage: Lineage, chain: list[dict[str, Any]]) -> Tree:
+    tree = Tree(f"[bold]{run}[/]  {store_url}")
+    if lineage.head is not None:
+        manifest = lineage.head.manifest
+        version = manifest.data.get("digest") or "no data set"
+        tree.add(f"job {manifest.job.get('name', '?')}, data {version}, next epoch {manifest.position.epoch}")
+    branch = tree
+    for row in chain:
+        if row["kind"] == "base":
+            branch = tree.add(_checkpoint_line(row))
+        else:
+            branch.add(_checkpoint_line(row))
+    if not chain:
+        tree.add("no checkpoint yet")
+    return tree
+
+
+def _checkpoint_line(row: dict[str, Any]) -> str:
+    share = 100 * row["written_bytes"] / row["state_bytes"] if row["state_bytes"] else 0.0
+    style = "bold cyan" if row["kind"] == "base" else "cyan"
+    attempt = f"  attempt {row['attempt']}.{row['try']}" if row["attempt"] is not None else ""
+    return (
+        f"[{style}]{row['kind']:<5}[/] {row['checkpoint']}  step {row['step']:>6}  "
+        f"{decimal(row['written_bytes']):>9} {share:5.1f} %  stall {1000 * row['stall_seconds']:.1f} ms{attempt}"
+    )
+
+
+def _attempt_tree(attempts: list[dict[str, Any]]) -> Tree:
+    tree = Tree("[bold]attempts[/]")
+    for row in attempts:
+        epochs = f"epochs {row['range'][0]} to {row['range'][1]}" if row["range"] else "library"
+        number = f", attempt {row['attempt']} try {row['try']}" if row["attempt"] is not None else ""
+        start = "died before it restored" if not row["sealed"] else f"from {row['restored'] or 'nothing'}"
+        host = f" on {row['host']}" if row["host"] else ""
+        branch = tree.add(f"token {row['token']}  {epochs}{number}{host}: {start}, {row['manifests']} checkpoints")
+        for skipped in row["skipped"]:
+            branch.add(f"[yellow]skipped[/] {skipped['key']}: {skipped['reason']}")
+    return tree
+
+
+def _console() -> Console:
+    # Rows are cut at the console's width, which is 80 in a pipe; a narrow terminal wraps them instead.
+    console = Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, width=max(console.width, 140))
