@@ -11,7 +11,7 @@ import inspect
 import typer
 from rich.console import Console
 
-from flows import cli_stack
+from flows import cli_show, cli_stack, cli_train
 from training.errors import KINDS, RetomaError
 
 EXIT_CODES = "\n\n".join(
@@ -35,7 +35,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (cli_stack.up, cli_stack.down, cli_stack.status, cli_stack.deploy):
+for command in (
+    cli_train.train,
+    cli_show.runs,
+    cli_show.show,
+    cli_stack.up,
+    cli_stack.down,
+    cli_stack.status,
+    cli_stack.deploy,
+):
     app.command()(command)
 
 

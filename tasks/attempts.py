@@ -233,12 +233,28 @@ class _Watch:
         return None
 
 
-def is_gone(progress: Progress) -> bool:
+class Reporter(Protocol):
+    """Whoever said which process it is."""
+
+    @property
+    def host(self) -> str:
+        """Name of its machine or container."""
+
+    @property
+    def pid(self) -> int:
+        """Process number there."""
+
+    @property
+    def pid_started(self) -> float:
+        """When that process was created."""
+
+
+def is_gone(reporter: Reporter) -> bool:
     """Whether the process that reported ran on this machine and does not exist any more."""
-    if progress.host != socket.gethostname():
+    if reporter.host != socket.gethostname():
         return False
     try:
-        return abs(psutil.Process(progress.pid).create_time() - progress.pid_started) > 1.0
+        return abs(psutil.Process(reporter.pid).create_time() - reporter.pid_started) > 1.0
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:

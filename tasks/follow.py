@@ -1,0 +1,121 @@
+"""Starting a run, or finding the one that is meant, and looking at it from outside."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+
+from infra.beat import Progress
+from infra.prefect_runs import FlowRunInfo, PrefectRuns
+from infra.settings import Settings
+from tasks.attempts import is_gone
+from tasks.milestones import Milestone, read_milestone
+from tasks.plan import check_run_name, new_run_name, requested_digest
+from tasks.runs import unfinished
+from training.config import Frozen, JobConfig
+
+TRAIN = "train/cpu"
+
+
+class Started(Frozen):
+    """The parent flow run to follow. `how`: new, resumed or attached."""
+
+    run: str
+    flow_run: FlowRunInfo
+    how: str
+
+
+class Look(Frozen):
+    """What is known about a run at one moment. Progress and milestone are of this flow run, or None."""
+
+    flow_run: FlowRunInfo
+    milestone: Milestone | None
+    progress: Progress | None
+    waiting: bool  # a range waits for a worker of its pool
+
+
+def start_or_attach(
+    settings: Settings,
+    runs: PrefectRuns,
+    job: Path,
+    overrides: list[str],
+    config: JobConfig,
+    *,
+    run: str | None = None,
+    new: bool = False,
+) -> Started:
+    """Attach to the flow that trains this already, else go on with an unfinished run of it, else start a new one.
+
+    Raises:
+        Invalid: the name cannot be one, or the flows are not deployed.
+        Unavailable: the Prefect server or the store does not answer.
+    """
+    requested = requested_digest(config)
+    name, how = (check_run_name(run) if run else None), "resumed"
+    if name is None and not new:
+        alive = _alive(runs, job_tag(requested))
+        if alive is not None:
+            return Started(run=str(alive.parameters["run"]), flow_run=alive, how="attached")
+        found = unfinished(settings, requested)
+        name = found.run if found else None
+    if name is not None:
+        alive = _alive(runs, run_tag(name))
+        if alive is not None:
+            return Started(run=name, flow_run=alive, how="attached")
+    else:
+        name, how = new_run_name(config, datetime.now(UTC)), "new"
+    flow_run = runs.start(
+        TRAIN,
+        {"job": _portable(settings, job), "run": name, "overrides": overrides},
+        name=name,
+        key=f"{name}:{secrets.token_hex(8)}",  # so that a request whose answer was lost makes no second one
+        tags=["retoma", run_tag(name), job_tag(requested)],
+    )
+    return Started(run=name, flow_run=flow_run, how=how)
+
+
+def look_at(runs: PrefectRuns, started: Started) -> Look:
+    """Ask the server how it stands."""
+    flow_run = runs.read(started.flow_run.id)
+    milestone = read_milestone(runs, started.run)
+    if milestone is not None and milestone.flow_run_id != flow_run.id:
+        milestone = None
+    progress, waiting = None, False
+    if milestone is not None and milestone.phase == "training":
+        children = [run for run in runs.live_with_tag(run_tag(started.run)) if run.id != flow_run.id]
+        waiting = any(child.state in ("SCHEDULED", "PENDING") for child in children)
+        progress = runs.progress(started.run)
+        if progress is not None and progress.flow_run_id not in {child.id for child in children}:
+            progress = None
+    return Look(flow_run=flow_run, milestone=milestone, progress=progress, waiting=waiting)
+
+
+def run_tag(run: str) -> str:
+    """Tag of all flow runs of a run."""
+    return f"run:{run}"
+
+
+def job_tag(requested: str) -> str:
+    """Tag of flow runs that train the same."""
+    return f"job:{requested.removeprefix('sha256:')[:16]}"
+
+
+def _alive(runs: PrefectRuns, tag: str) -> FlowRunInfo | None:
+    """The newest parent with a tag that is not over; one whose process is gone is set to Crashed first."""
+    for found in runs.live_with_tag(tag):
+        if "order" in found.parameters:
+            continue  # a range, not the whole run
+        milestone = read_milestone(runs, str(found.parameters.get("run")))
+        if found.state == "RUNNING" and milestone and milestone.flow_run_id == found.id and is_gone(milestone):
+            runs.crash(found.id, f"process {milestone.pid} of {milestone.host} does not exist any more")
+            continue
+        if found.state != "CANCELLING":
+            return found
+    return None
+
+
+def _portable(settings: Settings, job: Path) -> str:
+    """Relative to the project's root where it lies below it: other machines have the root elsewhere."""
+    absolute = job.absolute()
+    return str(absolute.relative_to(settings.home) if absolute.is_relative_to(settings.home) else absolute)
