@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -13,6 +14,10 @@ from training.guard import die_with_parent
 from training.randomness import epoch_order, sample_randomness
 
 Key = tuple[int, int]  # (epoch, index)
+
+# Forked workers start in 40 ms; a fork server imports torch for each of them, five seconds an epoch. The loop
+# lets the background save finish before it forks.
+_START_METHOD = "fork" if sys.platform == "linux" else None
 
 
 class SeededDataset(Dataset[Any]):
@@ -107,6 +112,7 @@ def load_batches(
             pin_memory=pin_memory,
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=_start_worker if workers else None,
+            multiprocessing_context=_START_METHOD if workers else None,
         )
     )
 

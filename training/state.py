@@ -155,7 +155,7 @@ def _placed(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     on_device = value.dim() > 0 or group.get("fused") or group.get("capturable")
-    return value.to(parameter.device) if on_device else value
+    return value.to(parameter.device if on_device else value.device, copy=True)  # the state is not ours to step
 
 
 def _check_names(what: str, live: Iterable[str], saved: Iterable[str]) -> None:

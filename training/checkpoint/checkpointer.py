@@ -13,23 +13,25 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from training.checkpoint.codec import release_gil
 from training.checkpoint.commit import commit
-from training.checkpoint.document import decode
+from training.checkpoint.document import plain_json
 from training.checkpoint.manifest import Committed, Costs, Health, Manifest, MetricPoint, Position, Writer
 from training.checkpoint.pack import PackWriter, Reference, Written, write_packs
 from training.checkpoint.restore import RestoredState, restore_checkpoint, restore_newest
 from training.checkpoint.snapshot import Snapshot, SnapshotBuffers
-from training.checkpoint.store import NotFound, Store, open_store
-from training.checkpoint.token import MARKER_KEY, Marker, Seal, claim, mark_run, prove_put_if_absent, seal
+from training.checkpoint.store import Store, open_store
+from training.checkpoint.token import Seal, claim, mark_run, prove_put_if_absent, run_of, seal
 from training.checkpoint.tree import flatten
 from training.errors import Fenced, Invalid
 
@@ -89,22 +91,23 @@ class IncrementalCheckpointer:
         self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
         self.interval = interval
         self.deltas_per_base = deltas_per_base
-        self.run = run if run is not None else _run_of(self.store)
+        self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN
         self.token = token
         self.head: Committed | None = None
-        self._job, self._data = dict(job or {}), dict(data or {})
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), **(who or {})}
+        self._job, self._data = plain_json(dict(job or {}), "job"), plain_json(dict(data or {}), "data")
+        self._who = {"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")}
         self._on_saved = on_saved
         self._clock = clock
-        self._opened = False
+        self._opened = self._closed = False
+        self._opened_at: str | None = None  # told once: a seal that is put again must have the same bytes
         self._fenced: Fenced | None = None
         self._sequence = 0
         self._reference: Reference | None = None
         self._spare: SnapshotBuffers | None = None  # free to be written
         self._held: SnapshotBuffers | None = None  # backs the reference
-        self._pending: Future[Committed] | None = None
-        self._saver = ThreadPoolExecutor(1, "retoma-save")
-        self._encoders = ThreadPoolExecutor(encode_threads, "retoma-encode")
+        self._pending: futures.Future[Committed] | None = None
+        self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
+        self._encoders = futures.ThreadPoolExecutor(encode_threads, "retoma-encode")
         release_gil()
 
     def restore(self) -> RestoredState | None:
@@ -144,7 +147,7 @@ class IncrementalCheckpointer:
             state: nested dicts, lists and tuples of tensors, arrays and plain scalars.
             position: what comes next when a run resumes from here.
             base: write everything, whatever changed.
-            meta: the caller's own JSON.
+            meta: the caller's own JSON. NaN and infinities come back as the strings "NaN", "Infinity", "-Infinity".
             metrics: values since the previous save.
             health: whether the state is finite.
 
@@ -154,11 +157,14 @@ class IncrementalCheckpointer:
         Raises:
             Any error of the save before it, which is lost; the reference for deltas is unchanged.
             Fenced: final for this object.
-            Invalid: the state cannot be saved; names the leaf.
+            Invalid: the state cannot be saved; names the leaf. Or the object is closed.
         """
         self.wait()
+        if self._closed:
+            raise Invalid("this checkpointer is closed", hint="make a new IncrementalCheckpointer")
         if not self._opened:
             self._open()
+        plain_meta = plain_json(dict(meta or {}), "meta")
         started = time.perf_counter()
         buffers = self._spare or SnapshotBuffers()
         self._spare = None
@@ -170,7 +176,7 @@ class IncrementalCheckpointer:
             position=position or Position(),
             stall_seconds=stall_seconds,
             base=base,
-            meta=dict(meta or {}),
+            meta=plain_meta,
             metrics=tuple(metrics),
             health=health or Health(),
         )
@@ -182,7 +188,11 @@ class IncrementalCheckpointer:
 
         `epoch` comes back as `restore().epoch`, as it was given.
         """
-        self.save(state, position=Position(epoch=epoch), meta=meta)
+        try:
+            position = Position(epoch=index(epoch))
+        except (TypeError, ValueError) as error:
+            raise Invalid(f"epoch must be a whole number of at least 0, not {epoch!r}") from error
+        self.save(state, position=position, meta=meta)
 
     def due(self, epoch: int) -> bool:
         """Whether `epoch` is a multiple of `interval`."""
@@ -192,8 +202,9 @@ class IncrementalCheckpointer:
         """Wait until the save in flight is committed; raise its error if it failed. Returns the head."""
         if self._fenced is not None:
             raise self._fenced
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is not None:
+            futures.wait([self._pending])  # interrupted here, the save is still ours to wait for
+            pending, self._pending = self._pending, None
             try:
                 pending.result()
             except Fenced as error:
@@ -206,8 +217,7 @@ class IncrementalCheckpointer:
         try:
             self.wait()
         finally:
-            self._saver.shutdown()
-            self._encoders.shutdown()
+            self._stop()
 
     def __enter__(self) -> Self:
         return self
@@ -218,19 +228,25 @@ class IncrementalCheckpointer:
         if error is None:
             self.close()
         else:  # the error that is on its way matters more than that of a save
-            self._saver.shutdown()
-            self._encoders.shutdown()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._saver.shutdown()
+        self._encoders.shutdown()
 
     def _open(self) -> RestoredState | None:
         """Claim, then look, restore, and seal what was really restored."""
-        mark_run(self.store, self.run)
+        notes = mark_run(self.store, self.run)
         prove_put_if_absent(self.store, self.run)
+        if self._opened_at is None:
+            self._opened_at = self._now()
         if self.token is None:
-            self.token = claim(self.store, self.run, self._who, self._now())
-        state, reference, skipped = restore_newest(self.store, self.run, before=self.token)
+            self.token = claim(self.store, self.run, self._who, self._opened_at)
+        state, reference, skipped = restore_newest(self.store, self.run, before=self.token, notes=notes)
         self.head = state.checkpoint if state else None
         head = self.head.ref if self.head else None
-        document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._now())
+        document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._opened_at)
         seal(self.store, document)
         self._reference = reference
         self._sequence = head.sequence + 1 if head else 0
@@ -292,7 +308,7 @@ class IncrementalCheckpointer:
             writer=Writer(
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                version=metadata.version("retoma"),
+                version=_version(),
                 created=self._now(),
             ),
         )
@@ -301,9 +317,10 @@ class IncrementalCheckpointer:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
 
 
-def _run_of(store: Store) -> str:
-    """The run that the store holds, or the default name for a new one."""
+@cache
+def _version() -> str:
+    """Read once: looking it up costs milliseconds, a save of what did not change costs less."""
     try:
-        return decode(store.get(MARKER_KEY), Marker, MARKER_KEY).run
-    except NotFound:
-        return DEFAULT_RUN
+        return metadata.version("retoma")
+    except metadata.PackageNotFoundError:
+        return ""  # a copy of the source that was never installed

@@ -23,7 +23,7 @@ def commit(store: Store, manifest: Manifest) -> Ref:
     try:
         written = store.put_if_absent(manifest.key, data)  # THE COMMIT POINT
     except Unavailable as unknown:
-        written = _reached_the_store(store, manifest.key, data, unknown)
+        written = _settled(store, manifest.key, data, unknown)
     if not written and store.get(manifest.key) != data:
         raise Fenced(
             f"{manifest.key} was written by another process",
@@ -35,9 +35,11 @@ def commit(store: Store, manifest: Manifest) -> Ref:
     return ref
 
 
-def _reached_the_store(store: Store, key: str, data: bytes, unknown: Unavailable) -> bool:
-    """After an unknown outcome: read back, never assume."""
+def _settled(store: Store, key: str, data: bytes, unknown: Unavailable) -> bool:
+    """After an unknown outcome: read back, never assume. What is there is put again, until it is durable."""
     try:
-        return store.get(key) == data
+        if store.get(key) != data:
+            return False
     except NotFound:
         raise unknown from None
+    return store.put_if_absent(key, data)

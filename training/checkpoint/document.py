@@ -9,6 +9,7 @@ that belongs under another key are all found when the document is read.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, TypeVar
 
 import xxhash
@@ -41,8 +42,40 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 def encode(document: Document) -> bytes:
     """Canonical bytes of a document: the same document always gives the same bytes."""
     fields = document.model_dump(mode="json", by_alias=True, exclude_none=True)
-    body = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        body = _dump(fields)
+    except ValueError:  # a number that is not finite
+        body = _dump(_without_nan(fields))
     return _HEAD + body + _MIDDLE + digest(body).encode() + _TAIL
+
+
+def plain_json(value: Any, what: str) -> Any:
+    """A copy of the caller's JSON, as it will come back: NaN and infinities as strings, tuples as lists.
+
+    Raises:
+        Invalid: it holds something that JSON does not know; refused now, not in the background after hours.
+    """
+    try:
+        return _without_nan(json.loads(json.dumps(value)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Invalid(
+            f"{what} is not plain JSON: {error}", hint="convert tensors and numpy numbers with float() or int()"
+        ) from error
+
+
+def _dump(fields: Any) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: strings stand for it, which pydantic reads back as floats."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value
 
 
 def decode(data: bytes, model: type[D], key: str) -> D:
@@ -54,7 +87,7 @@ def decode(data: bytes, model: type[D], key: str) -> D:
     """
     body, middle, rest = data[len(_HEAD) :].rpartition(_MIDDLE)
     if not (data.startswith(_HEAD) and middle and rest.endswith(_TAIL)):
-        raise Corrupt(f"{key} is not a whole document ({len(data)} bytes)", key=key)
+        raise Corrupt(f"{key}: expected a whole document, actual {len(data)} bytes are cut or altered", key=key)
     expected, actual = rest[: -len(_TAIL)].decode("ascii", "replace"), digest(body)
     if expected != actual:
         raise Corrupt(f"{key}: expected digest {expected}, actual {actual}", key=key)

@@ -45,9 +45,20 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
     elif hasattr(tensor, "__create_chunk_list__"):
         problem = f"a {type(tensor).__name__}, sharded over several ranks"
+    elif tensor.numel() and not _has_bytes(tensor):
+        problem = f"without memory of its own (a {type(tensor).__name__})"
     if problem:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise Invalid(
             f"{key}: a {dtype} tensor {problem} cannot be saved",
             hint="keep it out of the state (register_buffer(..., persistent=False)) or convert it to a dense one",
         )
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Not a wrapper around other tensors, not a fake, and not a shard whose storage was freed."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage.nbytes() > 0 and storage.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):
+        return False

@@ -6,6 +6,7 @@ token up to there -> ... A manifest of an older token beyond a sealed head is vo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ from training.checkpoint.token import (
     token_numbers,
 )
 from training.errors import Corrupt
+
+_MANIFEST_KEY = re.compile(r"manifests/[0-9]{6,}/([0-9]{8,})\.json", re.ASCII)
+_ALL = 2**62  # a limit that admits every sequence
 
 Known = Mapping[tuple[int, int], Committed]
 
@@ -83,8 +87,8 @@ def read_parent(store: Store, child: Committed, known: Known | None = None) -> C
 
 def sequences(store: Store, token: int) -> list[int]:
     """Sequences that have a manifest under a token, ascending."""
-    names = (key.rpartition("/")[2] for key, _ in store.list(f"manifests/{token:06d}/"))
-    return sorted(int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit())
+    matches = (_MANIFEST_KEY.fullmatch(key) for key, _ in store.list(f"manifests/{token:06d}/"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def candidates(
@@ -105,6 +109,8 @@ def candidates(
         if limit and token > limit[0]:
             continue
         found = [n for n in sequences(store, token) if limit is None or token < limit[0] or n <= limit[1]]
+        if limit and token == limit[0] and limit[1] not in found and limit[1] != _ALL:
+            found.append(limit[1])  # a sealed head is a checkpoint, also when its manifest is lost
         if token not in seals and not found:
             continue  # died between claim and seal: it has no manifests
         yield from ((token, sequence) for sequence in reversed(found))
@@ -112,7 +118,7 @@ def candidates(
             head = read_seal(store, token).head
         except Corrupt as error:
             notes.append(Skipped(key=seal_key(token), reason=str(error)))
-            limit = _start_of(store, token, found) or (token - 1, 2**62)
+            limit = _start_of(store, token, found) or (token - 1, _ALL)
             continue
         if head is None:
             return

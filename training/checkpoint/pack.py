@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from training.checkpoint.codec import (
     chunk_digest,
@@ -23,6 +25,7 @@ from training.checkpoint.store import Store
 
 PACK_BYTES = 64 * 1024 * 1024
 _IN_FLIGHT = 4  # encoded frames that wait for their turn: bounds memory at 16 MiB and a little
+R = TypeVar("R")
 
 
 @dataclass
@@ -107,7 +110,7 @@ def write_packs(snapshot: Snapshot, reference: Reference | None, writer: PackWri
     chunks = []
     for key, chunk in snapshot.chunks.items():
         frames = chunk.frames()
-        digests[key] = list(executor.map(frame_digest, frames))
+        digests[key] = list(_in_order(executor, (partial(frame_digest, frame) for frame in frames)))
         whole[key] = (chunk.item_bytes, chunk.data.size, chunk_digest(digests[key]))
         previous = reference.previous(key, chunk) if reference else None
         changed = [i for i, d in enumerate(digests[key]) if previous is None or previous[1][i] != d]
@@ -142,12 +145,26 @@ def _encoder(new: Bytes, old: Bytes | None, item_bytes: int) -> Callable[[], byt
     return lambda: encode_frame(new if old is None else subtract(new, old, item_bytes), item_bytes)
 
 
-def _in_order(executor: Executor, jobs: Iterator[Callable[[], bytes]]) -> Iterator[bytes]:
+def _in_order(executor: Executor, jobs: Iterator[Callable[[], R]]) -> Iterator[R]:
     """Results in the order of the jobs, with a bounded number of them in flight."""
-    waiting: deque[Future[bytes]] = deque()
+    waiting: deque[Future[R]] = deque()
     for job in jobs:
-        waiting.append(executor.submit(job))
+        waiting.append(_submit(executor, job))
         if len(waiting) >= _IN_FLIGHT:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+def _submit(executor: Executor, job: Callable[[], R]) -> Future[R]:
+    """Hand a job to the executor, or do it here when the interpreter is on its way out.
+
+    A script that ends without `close()` still has its last save committed: the interpreter waits for the saving
+    thread, but its executors take no new jobs by then.
+    """
+    try:
+        return executor.submit(job)
+    except RuntimeError:
+        done: Future[R] = Future()
+        done.set_result(job())
+        return done

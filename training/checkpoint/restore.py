@@ -94,14 +94,25 @@ class _Plan:
 
 
 def restore_newest(
-    store: Store, run: str, before: int | None = None, threads: int | None = None
+    store: Store,
+    run: str,
+    before: int | None = None,
+    threads: int | None = None,
+    notes: Iterable[Skipped] = (),
 ) -> tuple[RestoredState | None, Reference | None, list[Skipped]]:
     """The newest intact checkpoint that the history admits, its bytes as a reference, and what was skipped.
+
+    Args:
+        store: the run's store.
+        run: name of the run.
+        before: look only at tokens below this one (the attempt that asks).
+        threads: that read and decode; default: as many as there are cores, 4 at most.
+        notes: what is wrong with the store already; reported with what is skipped.
 
     Raises:
         Corrupt: the run has checkpoints and none of them is intact. Never silently starts from zero.
     """
-    skipped: list[Skipped] = []
+    skipped = list(notes)
     found = False
     for token, sequence in candidates(store, before, skipped):
         found = True
@@ -111,9 +122,9 @@ def restore_newest(
             skipped.append(Skipped(key=error.key or manifest_key(token, sequence), reason=error.message))
             continue
         return state, reference, skipped
-    if found or skipped:
+    if found:
         raise Corrupt(
-            f"none of the run's checkpoints is intact: {'; '.join(item.reason for item in skipped[:3])}",
+            f"none of the run's checkpoints is intact: {'; '.join(item.reason for item in skipped[:5])}",
             hint="restore the objects from a backup of the store, or start a new run",
             run=run,
         )

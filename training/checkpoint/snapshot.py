@@ -21,6 +21,7 @@ from training.checkpoint.tree import Flat, flatten, unflatten
 from training.errors import Corrupt, Invalid
 
 SMALL_BYTES = 16 * 1024
+_AS_BYTES = {torch.bool}
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -121,24 +122,28 @@ def rebuild(layout: Layout, values: list[Any], chunks: Mapping[str, ChunkData]) 
     for entry in layout.tensors:
         if entry.chunk not in chunks:
             raise Corrupt(f"tensor {entry.key} lies in chunk {entry.chunk}, which is missing")
-        tensors.append(_view(torch.from_numpy(chunks[entry.chunk].data), entry).clone())
+        tensors.append(_view(torch.from_numpy(chunks[entry.chunk].data), entry, copy=True))
     return unflatten(layout.tree, tensors, values)
 
 
-def _view(buffer: torch.Tensor, entry: Tensor) -> torch.Tensor:
-    """The slice of a chunk's bytes that is one tensor, contiguous."""
+def _view(buffer: torch.Tensor, entry: Tensor, *, copy: bool = False) -> torch.Tensor:
+    """The slice of a chunk's bytes that is one tensor, contiguous. Copied as bytes, whatever they mean."""
     dtype = dtype_of(entry.dtype)
     size_bytes = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
     piece = buffer[entry.start : entry.start + size_bytes]
     if piece.numel() != size_bytes:
         raise Corrupt(f"tensor {entry.key} needs {size_bytes} bytes, chunk {entry.chunk} has {piece.numel()}")
-    return piece.view(dtype).view(entry.shape) if size_bytes else torch.empty(entry.shape, dtype=dtype)
+    if not size_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    return (piece.clone() if copy else piece).view(dtype).view(entry.shape)
 
 
 def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     on_gpu = any(tensor.is_cuda for tensor in tensors)
     with torch.no_grad():
         for view, tensor in zip(views, tensors, strict=True):
+            if tensor.dtype in _AS_BYTES:  # copy_ turns every true bool into 1
+                view, tensor = view.view(torch.uint8), tensor.view(torch.uint8)  # noqa: PLW2901
             view.copy_(tensor, non_blocking=on_gpu)  # conj and neg views are resolved by copy_
     if on_gpu:
         torch.cuda.synchronize()  # until here the optimizer could still overtake the copy

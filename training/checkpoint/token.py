@@ -6,16 +6,18 @@ before and after the manifest. Either the newer attempt sees our commit, or we s
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import Field
 
 from training.checkpoint.document import Document, decode, encode
 from training.checkpoint.manifest import Part, Ref
-from training.checkpoint.store import Store, put_document
+from training.checkpoint.store import NotFound, Store, put_document
 from training.errors import Corrupt, Fenced, Invalid
 
 MARKER_KEY = "retoma.json"
+_TOKEN_KEY = re.compile(r"tokens/([0-9]{6,})\.(claim|seal)\.json", re.ASCII)
 
 
 class Marker(Document):
@@ -60,32 +62,63 @@ def seal_key(token: int) -> str:
     return f"tokens/{token:06d}.seal.json"
 
 
-def mark_run(store: Store, run: str) -> None:
+def run_of(store: Store, notes: list[Skipped] | None = None) -> str | None:
+    """The run that the store holds, or None for a new store.
+
+    The marker is a convenience: where it is lost or damaged, the claims say the same.
+
+    Args:
+        store: the store.
+        notes: receives what is wrong with the marker.
+    """
+    try:
+        return decode(store.get(MARKER_KEY), Marker, MARKER_KEY).run
+    except Corrupt as error:
+        run = _run_of_claims(store)
+        if notes is not None and (run is not None or not isinstance(error, NotFound)):
+            notes.append(Skipped(key=MARKER_KEY, reason=error.message))
+        return run
+
+
+def _run_of_claims(store: Store) -> str | None:
+    for token in sorted(token_numbers(store)[0], reverse=True):
+        try:
+            return read_claim(store, token).run
+        except Corrupt:
+            continue
+    return None
+
+
+def mark_run(store: Store, run: str) -> list[Skipped]:
     """Create the run's marker, or check that the store belongs to this run.
+
+    Returns:
+        What is wrong with the marker. It is not needed to restore, so that its loss stops nobody.
 
     Raises:
         Invalid: the store holds another run.
-        Corrupt: the marker is damaged.
     """
-    data = encode(Marker(run=run))
-    if put_document(store, MARKER_KEY, data):
-        return
-    found = decode(store.get(MARKER_KEY), Marker, MARKER_KEY).run
-    if found != run:
+    notes: list[Skipped] = []
+    found = run_of(store, notes)
+    if found in (None, run):
+        if put_document(store, MARKER_KEY, encode(Marker(run=run))):
+            return notes
+        found = run_of(store)  # somebody else was first, or the marker is damaged
+    if found not in (None, run):
         raise Invalid(
             f"{store.url} holds run {found!r}, not {run!r}", hint="give each run a folder of its own", run=run
         )
+    return notes
 
 
 def prove_put_if_absent(store: Store, run: str) -> None:
     """Refuse a store that overwrites where it was asked not to: fencing would be an illusion there."""
-    data = encode(Marker(run=run))
-    if store.put_if_absent(MARKER_KEY, data):
-        raise Corrupt(f"{MARKER_KEY} vanished from {store.url}", key=MARKER_KEY)
+    data = store.get(MARKER_KEY)
     if store.put_if_absent(MARKER_KEY, data + b" ") or store.get(MARKER_KEY) != data:
         raise Invalid(
             f"{store.url} does not honour put-if-absent",
             hint="use a store with conditional writes; without them two attempts can destroy each other's state",
+            run=run,
         )
 
 
@@ -94,9 +127,8 @@ def token_numbers(store: Store) -> tuple[set[int], set[int]]:
     claims: set[int] = set()
     seals: set[int] = set()
     for key, _ in store.list("tokens/"):
-        name, _, kind = key.removeprefix("tokens/").partition(".")
-        if name.isdigit():
-            (claims if kind == "claim.json" else seals).add(int(name))
+        if match := _TOKEN_KEY.fullmatch(key):  # not a backup or a partial copy that somebody left there
+            (claims if match[2] == "claim" else seals).add(int(match[1]))
     return claims, seals
 
 

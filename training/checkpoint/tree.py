@@ -2,8 +2,10 @@
 
 No pickle: every node is one of a closed set of types, and anything else is refused by name when it is saved.
 Nodes: `{"d": [[key, node], ...]}` dict, `{"l": [...]}` list, `{"u": [...]}` tuple, `{"t": i}` tensor i,
-`{"n": i}` numpy array held as tensor i, `{"g": i}` numpy scalar held as tensor i, `{"v": i}` scalar i.
-Scalars: JSON null, bool, int, finite float, str; `{"float": hex}` for inf and NaN, `{"bytes": base64}`.
+`{"c": [[key, node], ...]}` Counter, `{"n": i}` numpy array held as tensor i, `{"g": i}` numpy scalar held as
+tensor i, `{"k": constant}` null, bool or str, `{"v": i}` scalar i. Constants are a part of the structure, since
+they hardly ever change: a manifest does not repeat the names of a thousand parameters.
+Scalars: JSON int, finite float; `{"float": hex}` for inf and NaN, `{"bytes": base64}`.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from training.checkpoint.dtypes import check_tensor
 from training.errors import Invalid
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_ARRAYS = (np.ndarray, np.memmap)  # other subclasses mean more than their bytes: a masked array has a mask
+_MAX_DEPTH = 64  # a state that contains itself is found here
+_MAX_INT_BITS = 4096
 
 
 @dataclass
@@ -59,6 +65,8 @@ def unflatten(tree: Any, tensors: list[torch.Tensor], values: list[Any]) -> Any:
     ((kind, content),) = tree.items()
     if kind == "d":
         return {key: unflatten(node, tensors, values) for key, node in content}
+    if kind == "c":  # MultiStepLR keeps its milestones in one
+        return Counter({key: unflatten(node, tensors, values) for key, node in content})
     if kind == "l":
         return [unflatten(node, tensors, values) for node in content]
     if kind == "u":
@@ -69,30 +77,42 @@ def unflatten(tree: Any, tensors: list[torch.Tensor], values: list[Any]) -> Any:
         return tensors[content].numpy()
     if kind == "g":
         return tensors[content].numpy()[()]
+    if kind == "k":
+        return content
     if kind == "v":
         return _load_value(values[content])
     raise Invalid(f"unknown node {kind!r} in the tree of a state", hint="upgrade retoma")
 
 
-def _node(value: Any, path: str, flat: Flat) -> dict[str, Any]:
+def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
+    kind = type(value)
     if isinstance(value, torch.Tensor):
-        return {"t": _tensor(value.detach(), path, flat)}
-    if isinstance(value, np.ndarray | np.generic):
-        kind = "n" if isinstance(value, np.ndarray) else "g"
-        return {kind: _tensor(_from_numpy(np.asarray(value), path), path, flat)}
-    if type(value) in _DICTS:
-        pairs = [[_dict_key(k, path), _node(v, f"{path}/{_escape(k)}", flat)] for k, v in value.items()]
-        return {"d": pairs}
-    if type(value) is list:
-        return {"l": [_node(v, f"{path}/~i{i}", flat) for i, v in enumerate(value)]}
-    if type(value) in (tuple, torch.Size):
-        return {"u": [_node(v, f"{path}/~i{i}", flat) for i, v in enumerate(value)]}
+        return {"t": _tensor(value, path, flat)}
+    if kind in _ARRAYS or isinstance(value, np.generic):
+        tensor = _from_numpy(np.asarray(value), path)
+        return {"n" if kind in _ARRAYS else "g": _tensor(tensor, path, flat)}
+    if value is None or kind in (bool, str):
+        return {"k": value}
+    if depth > _MAX_DEPTH:
+        raise Invalid(f"{path.removeprefix('/')[:100]}...: nested deeper than {_MAX_DEPTH} levels")
+    if kind in _DICTS or kind is Counter:
+        pairs = [[_dict_key(k, path), _node(v, f"{path}/{_escape(k)}", flat, depth + 1)] for k, v in value.items()]
+        return {"c" if kind is Counter else "d": pairs}
+    if kind in (list, tuple, torch.Size):
+        nodes = [_node(v, f"{path}/~i{i}", flat, depth + 1) for i, v in enumerate(value)]
+        return {"l" if kind is list else "u": nodes}
     flat.values.append(_dump_value(value, path))
     return {"v": len(flat.values) - 1}
 
 
 def _tensor(tensor: torch.Tensor, path: str, flat: Flat) -> int:
+    if is_lazy(tensor):
+        raise Invalid(
+            f"{path.removeprefix('/')}: an uninitialized parameter cannot be saved",
+            hint="run one forward pass first, so that lazy modules know their shapes",
+        )
     check_tensor(tensor, path.removeprefix("/"))
+    tensor = tensor.detach()
     identity: tuple[Any, ...] = (path,)
     if tensor.numel():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.device)
@@ -132,7 +152,7 @@ def _dump_value(value: Any, path: str) -> Any:
     kind = type(value)
     if kind is float and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
-    if value is None or kind in (bool, int, float, str):
+    if kind is float or (kind is int and value.bit_length() <= _MAX_INT_BITS):
         return value
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}

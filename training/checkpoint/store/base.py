@@ -14,7 +14,8 @@ from training.errors import Corrupt, Invalid
 
 Buffer = bytes | bytearray | memoryview
 
-_KEY = re.compile(r"[a-z0-9][a-z0-9.\-]*(/[a-z0-9][a-z0-9.\-]*)*")
+_SEGMENT = r"[a-z0-9](?:[a-z0-9.\-]*[a-z0-9\-])?"
+_KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 class NotFound(Corrupt, FileNotFoundError):
@@ -42,7 +43,10 @@ class Store(Protocol):
         """
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write if no object is there. True: this call wrote it. False: there was one, left untouched."""
+        """Write if no object is there. True: this call wrote it. False: there was one, left untouched.
+
+        Either way the object is durable when this returns, so that repeating a call settles an unknown outcome.
+        """
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises `NotFound`."""
@@ -54,7 +58,9 @@ class Store(Protocol):
         """Whether there is an object now."""
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose key starts with `prefix` (a folder, ending in `/`, or empty), sorted by key."""
+        """All objects below `prefix` (a folder, ending in `/`, or empty), sorted by key. Never a part of them:
+        what cannot be listed is `Unavailable`, since an empty answer would start a training from zero.
+        """
 
     def delete(self, key: str) -> None:
         """Remove the object; nothing happens if there is none."""
@@ -65,6 +71,13 @@ def check_key(key: str) -> str:
     if not _KEY.fullmatch(key):
         raise Invalid(f"store key {key!r} is outside the alphabet [a-z0-9.-/]")
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Refuse a listing of anything but a folder: the keys of a store differ in what else a prefix means."""
+    if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
+        raise Invalid(f"store prefix {prefix!r} is neither empty nor a folder that ends in /")
+    return prefix
 
 
 def put_document(store: Store, key: str, data: bytes) -> bool:

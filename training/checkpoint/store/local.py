@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key
+from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key, check_prefix
 from training.errors import Corrupt, Invalid, Unavailable
 
 _TEMPORARY = ".tmp-"
@@ -54,7 +54,7 @@ class LocalStore:
     def list(self, prefix: str) -> list[ObjectInfo]:
         """See `Store.list`."""
         found = []
-        for folder, _, names in os.walk(self.folder / prefix):
+        for folder, _, names in os.walk(self.folder / check_prefix(prefix), onerror=self._cannot_list):
             for name in names:
                 if not name.startswith(_TEMPORARY):
                     path = Path(folder, name)
@@ -68,6 +68,11 @@ class LocalStore:
         path.unlink(missing_ok=True)
         if path.parent.is_dir():
             _fsync_folder(path.parent)
+
+    def _cannot_list(self, error: OSError) -> None:
+        """What is not there is empty; what cannot be read is not."""
+        if not isinstance(error, FileNotFoundError):
+            raise Unavailable(f"listing {error.filename}: {error.strerror}") from error
 
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
@@ -92,10 +97,11 @@ class LocalStore:
                 os.fsync(file.fileno())
             try:
                 os.link(temporary, path)
+                written = True
             except FileExistsError:
-                return False
+                written = False  # fsync all the same: who linked it may have died just then
             _fsync_folder(path.parent)
-            return True
+            return written
         except OSError as error:
             raise self._explain(error, path, sum(memoryview(p).nbytes for p in parts)) from error
         finally:

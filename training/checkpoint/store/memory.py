@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key
+from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key, check_prefix
 from training.errors import Corrupt
 
 
@@ -49,6 +49,7 @@ class MemoryStore:
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """See `Store.list`."""
+        check_prefix(prefix)
         with self._lock:
             return sorted(ObjectInfo(k, len(v)) for k, v in self._objects.items() if k.startswith(prefix))
 

@@ -1,0 +1,126 @@
+"""Runs a small training in a process of its own that dies where it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from training.config import JobConfig, parse_config
+from training.ports import Message
+
+KILLED = 9
+_PRELOAD = ["training.session", "torch._dynamo", "training.jobs.mnist_cnn", "training.jobs.char_gpt"]
+
+
+def forkserver() -> Any:
+    """Processes that have torch imported and nothing else done: new, but quick to start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def mnist_config(**changes: Any) -> JobConfig:
+    """10 micro-batches an epoch, 4 to a step: windows of 24, 24 and 12 samples."""
+    values = {
+        "job": "training.jobs.mnist_cnn:MnistCnn",
+        "epochs": 3,
+        "batch_size": 6,
+        "accumulate_batches": 4,
+        "clip_grad_norm": 1.0,
+        "params": {"channels": 2, "hidden": 8},
+        "checkpoint": {"every_steps": 1, "deltas_per_base": 3},
+    }
+    return parse_config({**values, **changes})
+
+
+def gpt_config(**changes: Any) -> JobConfig:
+    """4 micro-batches an epoch, 3 to a step: windows of 12 and 2 samples."""
+    sizes = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 16, "dropout": 0.2}
+    values = {
+        "job": "training.jobs.char_gpt:CharGpt",
+        "epochs": 3,
+        "batch_size": 4,
+        "accumulate_batches": 3,
+        "params": {**sizes, "windows_per_epoch": 14, "hold_out_bytes": 200},
+        "checkpoint": {"every_steps": 1, "deltas_per_base": 3},
+    }
+    return parse_config({**values, **changes})
+
+
+def write_digits(folder: Path) -> Path:
+    """75 random images, 60 of them for training, in the form of data/mnist."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    np.save(folder / "images.npy", rng.integers(0, 256, (75, 28, 28), dtype=np.uint8))
+    np.save(folder / "labels.npy", rng.integers(0, 10, 75, dtype=np.uint8))
+    return folder
+
+
+def write_corpus(folder: Path) -> Path:
+    """2,000 bytes of text in the form of data/stdlib_text."""
+    folder.mkdir(parents=True)
+    words = np.random.default_rng(0).choice(["def", "return", "x", "y", "(", ")", ":", "\n"], 1000)
+    (folder / "corpus.txt").write_text(" ".join(words)[:2000])
+    return folder
+
+
+def train_until(
+    config: JobConfig, store: Path, data: Path, *, die_at_step: int | None = None, die_when: str = "stepped"
+) -> str | None:
+    """Train in a new process.
+
+    Args:
+        config: what to train.
+        store: folder of the run.
+        data: data set.
+        die_at_step: the process ends without a word when it reaches this optimizer step.
+        die_when: "stepped": right after the step, with whatever save is in flight; "saved": when it is committed.
+
+    Returns:
+        The final state's digest, or None if the process died where it was told to.
+    """
+    context = forkserver()
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=_train, args=(config, store, data, die_at_step, die_when, writing))
+    process.start()
+    writing.close()
+    digest = None
+    with contextlib.suppress(EOFError):
+        digest = reading.recv()
+    process.join(60)
+    assert process.exitcode == (0 if digest else KILLED), f"exit code {process.exitcode}"
+    return digest
+
+
+def _train(config: JobConfig, store: Path, data: Path, die_at_step: int | None, die_when: str, answer: Any) -> None:
+    from training.session import train_range  # noqa: PLC0415
+    from training.trainer import Trainer  # noqa: PLC0415
+
+    taken = 0
+
+    def report(message: Message) -> None:
+        nonlocal taken
+        if message.kind == "restored":
+            taken = message.position.step
+        if message.kind == "saved" and message.position.step == die_at_step and die_when == "saved":
+            os._exit(KILLED)
+
+    class Mortal(Trainer):
+        def optimizer_step(self, batches: Iterator[Any], window_samples: int) -> Any:
+            nonlocal taken
+            loss = super().optimizer_step(batches, window_samples)
+            taken += 1
+            if taken == die_at_step and die_when == "stepped":
+                os._exit(KILLED)
+            return loss
+
+    with mock.patch("training.session.Trainer", Mortal):
+        done = train_range(config, str(store), "cut", data_folder=data, report=report)
+    answer.send(done.state_digest)
