@@ -16,7 +16,6 @@ from infra.mlflow_connection import Connection, Missing
 from infra.mlflow_models import Models
 from infra.mlflow_runs import RunRecord, Runs, RunStatus
 from infra.mlflow_text import CONFIG, NOTE, STORE, flatten
-from training.checkpoint.history import Attempt
 from training.config import Frozen, JobConfig, digest_of
 
 DEFAULT_EXPERIMENT = "retoma"
@@ -83,16 +82,7 @@ class MlflowRegistry:
         tags = {STORE: store_url, "retoma.job": str(job.get("name", ""))}
         if data_version.get("revision"):
             tags["mlflow.source.git.commit"] = str(data_version["revision"])
-        if any(record.tags.get(key) != value for key, value in tags.items()):
-            self.runs.add_dataset(record, data_version)
-            record = self.runs.update(record, tags)
-        return record
-
-    def open_attempt(self, parent: RunRecord, run: str, attempt: Attempt, data: Mapping[str, Any]) -> RunRecord:
-        """Create the child run of an attempt, or find it."""
-        record = self.runs.create_attempt(run, parent.id, attempt)
-        self.runs.add_dataset(record, data)
-        return record
+        return self.runs.update(self.runs.add_dataset(record, data_version), tags)
 
     def close_run(self, run: str, status: RunStatus, reason: str = "") -> None:
         """Set the parent run's final status. Raises `Invalid` if MLflow has no such run."""

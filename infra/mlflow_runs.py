@@ -30,6 +30,7 @@ from training.errors import Invalid
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 _CREATED = "retoma.created_ns"  # orders runs that were made twice; start times may be equal
+_DATA, _INPUT = "retoma.data", "retoma.input"  # inputs that were logged: a search does not return them
 _BATCH = 100
 _BATCH_METRICS = 1000
 _PAGE = 1000
@@ -156,13 +157,13 @@ class Runs:
                 client.set_terminated(record.id, status=status)
         return replace(record, status=status)
 
-    def add_dataset(self, record: RunRecord, data: Mapping[str, Any]) -> None:
-        """Log the data set as input; repeating it is a no-op. Nothing happens without path and digest."""
+    def add_dataset(self, record: RunRecord, data: Mapping[str, Any]) -> RunRecord:
+        """Log the data set as input, once. Nothing happens without path and digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag  # noqa: PLC0415
 
         path, digest = data.get("path"), str(data.get("digest") or "").removeprefix("md5:")
-        if not path or not digest:
-            return
+        if not path or not digest or record.tags.get(_DATA) == digest:
+            return record
         source = {key: data[key] for key in ("path", "revision") if data.get(key) is not None}
         dataset = Dataset(
             name=str(path),
@@ -175,6 +176,7 @@ class Runs:
         notes = [InputTag(key, str(value)) for key, value in tags.items() if value is not None]
         with self._connection.asking("naming the data set") as client:
             client.log_inputs(record.id, datasets=[DatasetInput(dataset, notes)])
+        return self.update(record, {_DATA: digest})
 
     def add_output(self, record: RunRecord, model_id: str, step: int) -> None:
         """Name a checkpoint that the run wrote. MLflow refuses a repetition, which is no error here."""
@@ -188,12 +190,15 @@ class Runs:
         except Conflict:
             return
 
-    def add_input(self, record: RunRecord, model_id: str) -> None:
-        """Name the checkpoint that the run restored; repeating it is a no-op."""
+    def add_input(self, record: RunRecord, model_id: str) -> RunRecord:
+        """Name the checkpoint that the run restored, once."""
         from mlflow.entities import LoggedModelInput  # noqa: PLC0415
 
+        if record.tags.get(_INPUT) == model_id:
+            return record
         with self._connection.asking("naming a checkpoint as input") as client:
             client.log_inputs(record.id, models=[LoggedModelInput(model_id=model_id)])
+        return self.update(record, {_INPUT: model_id})
 
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         """Log metrics. The very same point logged again is stored once."""

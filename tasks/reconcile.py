@@ -147,7 +147,6 @@ class Reconciler:
         self._parent: RunRecord | None = None
         self._attempts: dict[int, RunRecord] = {}
         self._checkpoints: dict[Place, Registered] = {}
-        self._inputs: set[int] = set()
         self._logged: dict[str, MetricLog] = {}
         self._seen = None
         self._drawn = None
@@ -188,13 +187,14 @@ class Reconciler:
 
     def _open_attempts(self, lineage: Lineage, started: Mapping[int, Mapping[str, Any]]) -> None:
         assert self._parent is not None  # noqa: S101  loaded before
+        runs = self._registry.runs
         for attempt in lineage.attempts:
             token = attempt.token
             if token not in self._attempts:
-                self._attempts[token] = self._registry.open_attempt(self._parent, self._run, attempt, self._data)
+                self._attempts[token] = runs.create_attempt(self._run, self._parent.id, attempt)
             more = {f"retoma.{key}": str(value) for key, value in started.get(token, {}).items()}
-            tags = {**more, **attempt_tags(attempt)}
-            self._attempts[token] = self._registry.runs.update(self._attempts[token], tags)
+            record = runs.add_dataset(self._attempts[token], self._data)
+            self._attempts[token] = runs.update(record, {**more, **attempt_tags(attempt)})
 
     def _register(self, committed: Committed) -> None:
         place = (committed.ref.token, committed.ref.sequence)
@@ -222,9 +222,9 @@ class Reconciler:
         for attempt in lineage.attempts:
             head = attempt.seal.head if attempt.seal else None
             entry = self._checkpoints.get((head.token, head.sequence)) if head else None
-            if entry is not None and attempt.token not in self._inputs:
-                self._registry.runs.add_input(self._attempts[attempt.token], entry.model_id)
-                self._inputs.add(attempt.token)
+            if entry is not None:
+                record = self._attempts[attempt.token]
+                self._attempts[attempt.token] = self._registry.runs.add_input(record, entry.model_id)
 
     def _mark_void(self, lineage: Lineage) -> None:
         """Entries that the run does not build on: left out by a seal, or gone from the store."""
