@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tasks.follow import Look, Started
     from tasks.milestones import Milestone
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 1.0
 INTERRUPTED = 130
 
 
@@ -51,12 +51,12 @@ def train(
     from infra.prefect_runs import PrefectRuns  # noqa: PLC0415 - Prefect takes a second, and reads the environment
     from tasks.follow import start_or_attach  # noqa: PLC0415
 
-    runs = PrefectRuns(patience_seconds=60)
-    started = start_or_attach(settings, runs, job, overrides, config, run=run, new=new)
-    console.print(f"{started.how} run [bold]{started.run}[/]")
-    console.print(f"Prefect  {prefect_link(settings, f'runs/flow-run/{started.flow_run.id}')}")
-    if follow:
-        _follow(settings, runs, started, console)
+    with PrefectRuns(patience_seconds=60) as runs:
+        started = start_or_attach(settings, runs, job, overrides, config, run=run, new=new)
+        console.print(f"{started.how} run [bold]{started.run}[/]")
+        console.print(f"Prefect  {prefect_link(settings, f'runs/flow-run/{started.flow_run.id}')}")
+        if follow:
+            _follow(settings, runs, started, console)
 
 
 def _make_ready(settings: Settings, console: Console) -> None:

@@ -93,7 +93,8 @@ def prepare(settings: Settings, job: str, overrides: list[str], run: str) -> Pla
 @task(**PATIENT)
 def train_epochs(order: RangeOrder) -> None:
     """One range, through as many attempts as it takes."""
-    RangeFollower(order, runs=PrefectRuns(), store=open_store(order.store_url), logger=get_run_logger()).follow()
+    with PrefectRuns() as runs:
+        RangeFollower(order, runs=runs, store=open_store(order.store_url), logger=get_run_logger()).follow()
 
 
 @task(**PATIENT, task_run_name="evaluate")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 EVENT = "retoma.progress"
-SEND_SECONDS = 1.0
+SEND_SECONDS = 2.0
 CLIENT_TIMEOUT_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Reporter:
         self._send_seconds = send_seconds
         self._connect = connect or short_client
         self._emit = emit
+        self._client: SyncPrefectClient | None = None  # kept: opening one costs 30 ms of a core
         self._artifact_id: UUID | None = None
         self._newest: Progress | None = None
         self._beats_sent = -1
@@ -152,7 +153,14 @@ class Reporter:
                 failures += 1
                 level = logging.WARNING if failures == 1 else logging.DEBUG
                 logger.log(level, "progress could not be sent to Prefect: %s", error)
+                self._disconnect()
             self._pause()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.__exit__(None, None, None)
 
     def _take(self) -> Progress | None:
         with self._changed:
@@ -193,18 +201,15 @@ class Reporter:
             "description": describe(progress),
             "metadata_": to_metadata(progress),
         }
-        with self._connect() as client:
-            if self._artifact_id is None:
-                self._artifact_id = client.create_artifact(
-                    ArtifactCreate(
-                        key=artifact_key(progress.run),
-                        type="progress",
-                        flow_run_id=UUID(self._flow_run_id),
-                        **fields,
-                    )
-                ).id
-            else:
-                client.update_artifact(self._artifact_id, ArtifactUpdate(**fields))
+        if self._client is None:
+            self._client = self._connect().__enter__()
+        if self._artifact_id is None:
+            made = ArtifactCreate(
+                key=artifact_key(progress.run), type="progress", flow_run_id=UUID(self._flow_run_id), **fields
+            )
+            self._artifact_id = self._client.create_artifact(made).id
+        else:
+            self._client.update_artifact(self._artifact_id, ArtifactUpdate(**fields))
 
 
 def short_client() -> SyncPrefectClient:

@@ -102,12 +102,13 @@ class Milestones:
         self._now = self._now.model_copy(update={"phase": phase, "seconds": seconds, **fields})
         shown = self._now.model_dump(mode="json", exclude_none=True, exclude={"pid_started"})
         try:
-            self._runs.put_markdown(
-                milestone_key(self._now.run),
-                f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
-                to_metadata(self._now),
-                self._now.flow_run_id,
-            )
+            with self._runs:  # minutes pass until the next one
+                self._runs.put_markdown(
+                    milestone_key(self._now.run),
+                    f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
+                    to_metadata(self._now),
+                    self._now.flow_run_id,
+                )
         except Unavailable as error:
             logger.warning("phase %s could not be shown: %s", phase, error.message)
 
