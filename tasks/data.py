@@ -173,7 +173,7 @@ def _compare(root: Path, path: str, digest: str, content: Content, record: Recor
         if cache and (file := cache / md5[:2] / md5[2:]).is_file() and _file_md5(file) != md5
     )
     raise Invalid(
-        f"data set {path} is not what is on record: expected {digest}, actual {content.digest}; {'; '.join(problems)}",
+        f"data set {path} is not as recorded: expected {digest}, actual {content.digest}; {'; '.join(problems)}",
         hint=repair_command(root, record, damaged),
     )
 

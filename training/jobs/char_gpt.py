@@ -29,14 +29,14 @@ EVALUATE_BATCH = 64
 class GptParams(Params):
     """Every choice that is not the loop's."""
 
-    n_layer: int = Field(4, ge=1, description="transformer blocks")
+    n_layer: int = Field(3, ge=1, description="transformer blocks")
     n_head: int = Field(4, ge=1, description="attention heads of a block")
-    d_model: int = Field(128, ge=1, description="width; a multiple of n_head")
-    context: int = Field(128, ge=2, description="bytes that the model sees at once")
+    d_model: int = Field(96, ge=1, description="width; a multiple of n_head")
+    context: int = Field(64, ge=2, description="bytes that the model sees at once")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual branches")
-    windows_per_epoch: int = Field(2000, ge=1, description="random windows of `context` bytes in one epoch")
+    windows_per_epoch: int = Field(2560, ge=1, description="random windows of `context` bytes in one epoch")
     hold_out_bytes: int = Field(65536, ge=1, description="tail of the corpus that is never trained on")
-    learning_rate: float = Field(2e-3, gt=0, description="peak, reached after the warm-up")
+    learning_rate: float = Field(4e-3, gt=0, description="peak, reached after the warm-up")
     warmup_fraction: float = Field(0.1, ge=0, lt=1, description="share of all steps that warms up")
     final_fraction: float = Field(0.05, ge=0, le=1, description="learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.1, ge=0, description="of matrices; gains and biases have none")
