@@ -117,7 +117,7 @@ class LocalStore:
                 hint=f"free space below {self.folder}, or check the quota; nothing was committed",
                 key=key,
             )
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTSUP}:
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOTSUP}:
             return Invalid(
                 f"cannot write {path}: {error.strerror}",
                 hint="the folder must be writable, on a file system with hard links",
