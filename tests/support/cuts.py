@@ -12,7 +12,9 @@ from unittest import mock
 
 import numpy as np
 
+from training.checkpoint.manifest import Position
 from training.config import JobConfig, parse_config
+from training.errors import RetomaError
 from training.ports import Message
 
 KILLED = 9
@@ -71,56 +73,86 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def train_until(
-    config: JobConfig, store: Path, data: Path, *, die_at_step: int | None = None, die_when: str = "stepped"
-) -> str | None:
-    """Train in a new process.
+class Training:
+    """A training in a process of its own."""
+
+    def __init__(self, process: Any, reading: Any) -> None:
+        self.process = process
+        self._reading = reading
+
+    def answer(self) -> str | None:
+        """The final state's digest, the kind of the error, or None if the process died where it was told to."""
+        answer = None
+        with contextlib.suppress(EOFError):
+            answer = self._reading.recv()
+        self.process.join(60)
+        assert self.process.exitcode == (0 if answer else KILLED), f"exit code {self.process.exitcode}"
+        return answer
+
+
+def start_training(config: JobConfig, store: Path, data: Path, **cut: int | None) -> Training:
+    """Start `train_range` in a new process. For the cuts see `train_until`."""
+    context = forkserver()
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=_train, args=(config, store, data, cut, writing))
+    process.start()
+    writing.close()
+    return Training(process, reading)
+
+
+def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -> str | None:
+    """Train in a new process, and wait for its end.
 
     Args:
         config: what to train.
         store: folder of the run.
         data: data set.
-        die_at_step: the process ends without a word when it reaches this optimizer step.
-        die_when: "stepped": right after the step, with whatever save is in flight; "saved": when it is committed.
+        cut: `stop=epoch` ends the range there; the process ends without a word at `die_at_step=n` (right after
+            that optimizer step, with whatever save is in flight), `die_saved_at=n` (when the checkpoint of that
+            step is committed) or `die_at_batch=n` (when it is handed its n-th micro-batch).
 
     Returns:
-        The final state's digest, or None if the process died where it was told to.
+        See `Training.answer`.
     """
-    context = forkserver()
-    reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(config, store, data, die_at_step, die_when, writing))
-    process.start()
-    writing.close()
-    digest = None
-    with contextlib.suppress(EOFError):
-        digest = reading.recv()
-    process.join(60)
-    assert process.exitcode == (0 if digest else KILLED), f"exit code {process.exitcode}"
-    return digest
+    return start_training(config, store, data, **cut).answer()
 
 
-def _train(config: JobConfig, store: Path, data: Path, die_at_step: int | None, die_when: str, answer: Any) -> None:
+def _train(config: JobConfig, store: Path, data: Path, cut: dict[str, int | None], answer: Any) -> None:
     from training.session import train_range  # noqa: PLC0415
     from training.trainer import Trainer  # noqa: PLC0415
 
-    taken = 0
+    steps, batches = 0, 0
 
     def report(message: Message) -> None:
-        nonlocal taken
+        nonlocal steps
         if message.kind == "restored":
-            taken = message.position.step
-        if message.kind == "saved" and message.position.step == die_at_step and die_when == "saved":
+            steps = message.position.step
+        if message.kind == "saved" and message.position.step == cut.get("die_saved_at"):
             os._exit(KILLED)
 
     class Mortal(Trainer):
+        """A trainer that dies where it is told to."""
+
+        def batches(self, position: Position) -> Iterator[Any]:
+            nonlocal batches
+            for batch in super().batches(position):
+                batches += 1
+                if batches == cut.get("die_at_batch"):
+                    os._exit(KILLED)
+                yield batch
+
         def optimizer_step(self, batches: Iterator[Any], window_samples: int) -> Any:
-            nonlocal taken
+            nonlocal steps
             loss = super().optimizer_step(batches, window_samples)
-            taken += 1
-            if taken == die_at_step and die_when == "stepped":
+            steps += 1
+            if steps == cut.get("die_at_step"):
                 os._exit(KILLED)
             return loss
 
     with mock.patch("training.session.Trainer", Mortal):
-        done = train_range(config, str(store), "cut", data_folder=data, report=report)
-    answer.send(done.state_digest)
+        try:
+            done = train_range(config, str(store), "cut", data_folder=data, stop=cut.get("stop"), report=report)
+        except RetomaError as error:
+            answer.send(error.kind)
+        else:
+            answer.send(done.state_digest)

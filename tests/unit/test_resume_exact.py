@@ -44,7 +44,7 @@ def test_cut_after_every_committed_step_ends_like_the_straight_run(
     config = small(name, loader_workers)
     for step in range(1, STEPS[name] + 1):
         store = tmp_path / str(step)
-        assert train_until(config, store, data[name], die_at_step=step, die_when="saved") is None
+        assert train_until(config, store, data[name], die_saved_at=step) is None
         assert train_until(config, store, data[name]) == straight[name], f"cut after step {step}"
 
 
@@ -55,7 +55,7 @@ def test_cut_between_saves_repeats_the_lost_steps_bit_for_bit(
     config = small(name, every_steps=2)
     for step in range(1, STEPS[name] + 1):
         store = tmp_path / str(step)
-        assert train_until(config, store, data[name], die_at_step=step, die_when="stepped") is None
+        assert train_until(config, store, data[name], die_at_step=step) is None
         assert train_until(config, store, data[name]) == straight[name], f"cut at step {step}"
 
 
@@ -70,8 +70,8 @@ def test_two_cuts_in_a_row_end_like_the_straight_run(
         second = rng.randint(first, STEPS[name])
         store, config = tmp_path / str(trial), small(name, loader_workers=2 * (trial % 2), every_steps=2)
         told = f"seed {seed}, cuts at {first} and {second}"
-        assert train_until(config, store, data[name], die_at_step=first, die_when="stepped") is None, told
-        assert train_until(config, store, data[name], die_at_step=second, die_when="stepped") is None, told
+        assert train_until(config, store, data[name], die_at_step=first) is None, told
+        assert train_until(config, store, data[name], die_at_step=second) is None, told
         assert train_until(config, store, data[name]) == straight[name], told
 
 
