@@ -181,11 +181,14 @@ def _compare(root: Path, path: str, digest: str, content: Content, record: Recor
 def _expected_files(root: Path, digest: str) -> tuple[dict[str, str], Path | None]:
     """relpath -> md5 as DVC's cache lists it (nothing if it is not there or wrong), and the cache's folder."""
     md5 = digest.removeprefix("md5:")
-    done = run_dvc(root, "cache", "dir") if (root / ".dvc").is_dir() else None
-    cache = Path(done.stdout.strip(), "files", "md5") if done and done.returncode == 0 else None
-    if not md5.endswith(".dir"):
+    is_folder, place = md5.endswith(".dir"), Path(md5[:2], md5[2:])
+    cache: Path | None = root / ".dvc/cache/files/md5"
+    if cache and not (cache / place).is_file():  # a cache elsewhere is a setting that only DVC can read
+        done = run_dvc(root, "cache", "dir") if (root / ".dvc").is_dir() else None
+        cache = Path(done.stdout.strip(), "files", "md5") if done and done.returncode == 0 else None
+    if not is_folder:
         return {"": md5}, cache
-    listing = cache / md5[:2] / md5[2:] if cache else None
+    listing = cache / place if cache else None
     if listing is None or not listing.is_file() or _file_md5(listing) + ".dir" != md5:
         return {}, cache
     return {entry["relpath"]: entry["md5"] for entry in json.loads(listing.read_bytes())}, cache
