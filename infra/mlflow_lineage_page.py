@@ -36,7 +36,8 @@ p { margin: 4px 0; } code { font-family: ui-monospace, monospace; font-size: 12p
 .picture { overflow-x: auto; border: 1px solid #d9e2ec; border-radius: 6px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid #e4e7eb; white-space: nowrap; }
-th { color: #52606d; font-weight: 600; } .l { text-align: left; white-space: normal; } .muted { color: #7b8794; }
+th { color: #52606d; font-weight: 600; } .l { text-align: left; } .w { white-space: normal; }
+.muted { color: #7b8794; }
 svg text { font: 12px system-ui, sans-serif; fill: #1f2933; } svg .s { font-size: 10px; fill: #52606d; }
 .lane { fill: #f5f7fa; } .base { fill: #0b69a3; } .delta { fill: #fff; stroke: #0b69a3; stroke-width: 2; }
 .next { stroke: #0b69a3; stroke-width: 2; } .from { stroke: #b44d12; stroke-width: 1.5; fill: none;
@@ -158,8 +159,8 @@ def _mark(committed: Committed, place: tuple[int, int], is_head: bool) -> str:
         )
     else:
         shape = f'<circle class="delta" cx="{x}" cy="{y}" r="{_SIZE - 2}"/>'
-    ring = f'<circle class="head" cx="{x}" cy="{y}" r="{_SIZE + 6}"/>' if is_head else ""
-    label = f'<text class="s" x="{x}" y="{y + 24}" text-anchor="middle">{manifest.position.step}</text>'
+    ring = f'<circle class="head" cx="{x}" cy="{y}" r="{_SIZE + 3}"/>' if is_head else ""
+    label = f'<text class="s" x="{x}" y="{y - 15}" text-anchor="middle">{manifest.position.step}</text>'
     return f"<g><title>{escape(title)}</title>{ring}{shape}{label}</g>"
 
 
@@ -177,7 +178,7 @@ def _attempts(lineage: Lineage) -> str:
             sum(c.ref.token == attempt.token for c in lineage.chain),
             f"{who.get('host', '')} {who.get('pid', '')}".strip(),
         )
-        rows.append(_cells(cells) + f'<td class="l">{escape(reasons)}</td>')
+        rows.append(_cells(cells) + f'<td class="l w">{escape(reasons)}</td>')
     names = ("token", "epochs", "restored", "checkpoints", "by", "skipped")
     return "<h2>Attempts</h2>\n" + _table(names, rows)
 
@@ -190,14 +191,7 @@ def _problems(lineage: Lineage) -> str:
 
 
 def _checkpoints(lineage: Lineage) -> str:
-    rows = []
-    for values in map(_row, lineage.chain):
-        shown = dict(zip(_COLUMNS, values, strict=True))
-        for name in ("written_bytes", "state_bytes"):
-            shown[name] = f"{shown[name]:,}"
-        shown["ratio"] = "" if shown["ratio"] is None else f"{shown['ratio']:.1%}"
-        rows.append(_cells(tuple(shown.values())))
-    return _table(_COLUMNS, rows)
+    return _table(_COLUMNS, [_cells(tuple(_row(committed))) for committed in lineage.chain])
 
 
 def _row(committed: Committed) -> list[Any]:
@@ -218,7 +212,16 @@ def _row(committed: Committed) -> list[Any]:
 
 
 def _cells(values: tuple[Any, ...]) -> str:
-    return "".join(f"<td>{escape(str(value))}</td>" for value in values)
+    return "".join(
+        f'<td class="l">{escape(value)}</td>' if isinstance(value, str) else f"<td>{escape(_shown(value))}</td>"
+        for value in values
+    )
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
 def _table(names: tuple[str, ...], rows: list[str]) -> str:

@@ -81,6 +81,7 @@ class Models:
                 tags=kept,
                 description=description,
                 model_id=model_id,
+                await_creation_for=0,  # it is READY when the call returns; waiting only logs
             )
         return Version(name, str(made.version), kept)
 

@@ -15,7 +15,7 @@ from infra.mlflow_checkpoints import Checkpoints
 from infra.mlflow_connection import Connection, Missing
 from infra.mlflow_models import Models
 from infra.mlflow_runs import RunRecord, Runs, RunStatus
-from infra.mlflow_text import CONFIG, NOTE, STORE, flatten
+from infra.mlflow_text import CONFIG, NOTE, STORE, flatten, store_address
 from training.config import Frozen, JobConfig, digest_of
 
 DEFAULT_EXPERIMENT = "retoma"
@@ -65,7 +65,8 @@ class MlflowRegistry:
         Returns:
             MLflow's run id.
         """
-        record = self.ensure_run(run, store_url, {"name": config.short_name}, data_version)
+        job = {"name": config.short_name, "identity": {"job": config.job}}
+        record = self.ensure_run(run, store_url, job, data_version)
         digest = digest_of(config.model_dump(mode="json"))
         if record.tags.get(CONFIG) != digest:
             text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
@@ -79,7 +80,9 @@ class MlflowRegistry:
     ) -> RunRecord:
         """The parent run, made from what a manifest tells when `open_run` never reached MLflow."""
         record = self.runs.parent(run) or self.runs.create_parent(run, {NOTE: f"Training **{run}**"})
-        tags = {STORE: store_url, "retoma.job": str(job.get("name", ""))}
+        tags = {STORE: store_address(store_url), "retoma.job": str(job.get("name", ""))}
+        if source := job.get("identity", {}).get("job"):
+            tags["mlflow.source.name"] = str(source)
         if data_version.get("revision"):
             tags["mlflow.source.git.commit"] = str(data_version["revision"])
         return self.runs.update(self.runs.add_dataset(record, data_version), tags)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from infra.mlflow_connection import Conflict, Connection
+from infra.mlflow_experiment import Experiment
 from infra.mlflow_text import (
     DIGEST_CHARACTERS,
     PARAM_CHARACTERS,
@@ -82,14 +83,11 @@ class Runs:
 
     def __init__(self, connection: Connection, experiment: str) -> None:
         self._connection = connection
-        self._experiment = experiment
-        self._experiment_id: str | None = None
+        self._experiment = Experiment(connection, experiment)
 
     def experiment_id(self) -> str:
         """Id of the experiment, created on first use."""
-        if self._experiment_id is None:
-            self._experiment_id = self._find_experiment() or self._create_experiment()
-        return self._experiment_id
+        return self._experiment.id()
 
     def parent(self, run: str) -> RunRecord | None:
         """The run of the whole training."""
@@ -144,8 +142,14 @@ class Runs:
         names = record.params | {param.key for param in new_params}
         return replace(record, tags={**record.tags, **wanted}, params=names)
 
-    def set_status(self, record: RunRecord, status: RunStatus | Literal["RUNNING"], reason: str = "") -> RunRecord:
-        """End a run, or set an ended one back to RUNNING. Returns the record as it is now."""
+    def set_status(
+        self,
+        record: RunRecord,
+        status: RunStatus | Literal["RUNNING"],
+        reason: str = "",
+        ended_milliseconds: int | None = None,
+    ) -> RunRecord:
+        """End a run (default: now), or set an ended one back to RUNNING. Returns the record as it is now."""
         if record.tags.get(REASON, "") != reason:
             record = self.update(record, {REASON: reason})
         if record.status == status:
@@ -154,7 +158,7 @@ class Runs:
             if status == "RUNNING":
                 client.update_run(record.id, status=status)
             else:
-                client.set_terminated(record.id, status=status)
+                client.set_terminated(record.id, status=status, end_time=ended_milliseconds)
         return replace(record, status=status)
 
     def add_dataset(self, record: RunRecord, data: Mapping[str, Any]) -> RunRecord:
@@ -257,30 +261,6 @@ class Runs:
             with contextlib.suppress(Invalid), self._connection.asking("removing a run made twice") as client:
                 client.delete_run(each.info.run_id)
         return _record(first)
-
-    def _find_experiment(self) -> str | None:
-        with self._connection.asking(f"looking for experiment {self._experiment}") as client:
-            found = client.get_experiment_by_name(self._experiment)
-        if found is None:
-            return None
-        if found.lifecycle_stage != "active":
-            raise Invalid(
-                f"MLflow experiment {self._experiment!r} was deleted",
-                hint=f"mlflow experiments restore -x {found.experiment_id}, or set RETOMA_MLFLOW_EXPERIMENT",
-            )
-        return str(found.experiment_id)
-
-    def _create_experiment(self) -> str:
-        try:
-            with self._connection.asking(f"creating experiment {self._experiment}") as client:
-                # the kind opens the page in model training mode instead of an empty GenAI one
-                tags = {"mlflow.experimentKind": "custom_model_development"}
-                return str(client.create_experiment(self._experiment, tags=tags))
-        except Conflict:
-            found = self._find_experiment()
-            if found is None:
-                raise
-            return found
 
 
 def _record(run: Any) -> RunRecord:

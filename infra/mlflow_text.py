@@ -7,6 +7,7 @@ part; notes are markdown for people.
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from training.checkpoint.history import Attempt
@@ -28,6 +29,11 @@ def cut(value: object, characters: int) -> str:
     """Text of at most so many characters; a cut one ends in `...`."""
     text = "" if value is None else str(value)
     return text if len(text) <= characters else text[: characters - 3] + "..."
+
+
+def store_address(url: str) -> str:
+    """Absolute and without a host: means the same in another folder; a plain path becomes `file:///...`."""
+    return url if "://" in url else Path(url).expanduser().absolute().as_uri()
 
 
 def milliseconds(created: str) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 from infra.mlflow_registry import MlflowRegistry
 from infra.mlflow_runs import RunStatus
-from tasks.reconcile import Ended, PublishReport, Reconciler
+from tasks.reconcile import PublishReport, Reconciler
+from tasks.verdict import Ended
 from training.checkpoint.store import Store, open_store
 from training.config import JobConfig
 from training.errors import RetomaError, Unavailable

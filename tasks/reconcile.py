@@ -7,17 +7,18 @@ that wrote it, its metrics and its place in the lineage are there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from infra.mlflow_checkpoints import Registered
 from infra.mlflow_lineage_page import lineage_page, lineage_table
 from infra.mlflow_metrics import MetricLog, points_of
 from infra.mlflow_registry import MlflowRegistry
-from infra.mlflow_runs import RunRecord, RunStatus
-from infra.mlflow_text import NOTE, attempt_tags, epoch_range, run_note
+from infra.mlflow_runs import RunRecord
+from infra.mlflow_text import NOTE, attempt_tags, run_note
+from tasks.verdict import Ended, left_out, outcome
 from training.checkpoint.document import digest
-from training.checkpoint.history import Attempt, Lineage, read_lineage, sequences
+from training.checkpoint.history import Lineage, read_lineage, sequences
 from training.checkpoint.manifest import Committed, manifest_key
 from training.checkpoint.store import Store
 from training.checkpoint.token import token_numbers
@@ -44,13 +45,6 @@ class PublishReport(Frozen):
     total: int = 0
     missing: tuple[str, ...] = ()
     error: str | None = None
-
-
-class Ended(NamedTuple):
-    """How an attempt ended, told by its supervisor."""
-
-    status: RunStatus
-    reason: str
 
 
 class Reconciler:
@@ -176,9 +170,10 @@ class Reconciler:
         if self._parent is not None:
             return
         registry, head = self._registry, lineage.head
+        job = head.manifest.job if head else {}
         if self._config is not None:
             registry.open_run(self._run, self._config, self._data, self._store.url)
-        job = {"name": self._config.short_name} if self._config else (head.manifest.job if head else {})
+            job = {"name": self._config.short_name, "identity": {"job": self._config.job}}
         self._data = self._data or (dict(head.manifest.data) if head else {})
         parent = registry.ensure_run(self._run, self._store.url, job, self._data)
         self._attempts = registry.runs.attempts(self._run)
@@ -232,7 +227,7 @@ class Reconciler:
         for place, entry in self._checkpoints.items():
             if place in chain or entry.void:
                 continue
-            reason = _left_out(place, lineage.attempts)
+            reason = left_out(place, lineage.attempts)
             if reason is None and not self._store.exists(manifest_key(*place)):
                 reason = "its manifest is no longer in the store"
             if reason:
@@ -244,7 +239,7 @@ class Reconciler:
         for attempt in lineage.attempts:
             record, told = self._attempts[attempt.token], ended.get(attempt.token)
             if told is None and record.status == "RUNNING" and (final or attempt.token < newest):
-                told = _outcome(attempt, self._known, superseded=attempt.token < newest)
+                told = outcome(attempt, self._known, superseded=attempt.token < newest)
             if told is not None:
                 self._attempts[attempt.token] = self._registry.runs.set_status(record, *told)
 
@@ -279,29 +274,3 @@ def _ready(entry: Registered) -> Registered:
 
 def _void(entry: Registered, reason: str) -> Registered:
     return Registered(**{**vars(entry), "void": reason})
-
-
-def _left_out(place: Place, attempts: Iterable[Attempt]) -> str | None:
-    """Why a seal left a checkpoint out of the history; None if none did."""
-    for attempt in attempts:
-        if attempt.seal is None or attempt.token <= place[0]:
-            continue
-        head = attempt.seal.head
-        if head is None or place > (head.token, head.sequence):
-            name = f"{place[0]:06d}/{place[1]:08d}"
-            reasons = [skipped.reason for skipped in attempt.seal.skipped if name in skipped.key]
-            why = f": {'; '.join(reasons)}" if reasons else ""
-            return f"token {attempt.token} started from {head or 'the beginning'}{why}"
-    return None
-
-
-def _outcome(attempt: Attempt, known: Mapping[Place, Committed], *, superseded: bool) -> Ended:
-    """How an attempt ended whose supervisor could not tell: finished if its range is complete in the store."""
-    span = epoch_range(attempt)
-    head = attempt.seal.head if attempt.seal else None
-    reached = [c.manifest.position.epoch for (token, _), c in known.items() if token == attempt.token]
-    if head is not None and (head.token, head.sequence) in known:
-        reached.append(known[head.token, head.sequence].manifest.position.epoch)
-    if span is not None and max(reached, default=-1) >= span[1]:
-        return Ended("FINISHED", "")
-    return Ended("KILLED", "a newer attempt took over" if superseded else "its supervisor did not say how it ended")

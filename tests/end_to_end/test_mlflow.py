@@ -34,7 +34,7 @@ from training.errors import Invalid, Unavailable
 from training.job import load_job
 from training.state import model_state
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.xdist_group("mlflow")]
 
 READY_SECONDS = 90.0
 CONFIG = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4, epochs_per_range=2, params={"channels": 2})
@@ -178,7 +178,7 @@ def test_f24_publishing_twice_changes_nothing(registry: MlflowRegistry, store: L
     registry.open_run("run-1", CONFIG, DATA, store.url)
     publish(store, registry, "run-1", final=True)
     before = everything(registry)
-    registry.open_run("run-1", CONFIG, DATA, store.url)
+    registry.open_run("run-1", CONFIG, DATA, str(store.folder))
     assert publish(store, registry, "run-1", final=True).registered == 0
     after = everything(registry)
     reopened = after["runs"]["parent"]
@@ -448,3 +448,14 @@ def test_the_champion_loads_from_the_store_without_pickle(registry: MlflowRegist
     subprocess.run([sys.executable, "-c", code, *files], check=True, env=environment, timeout=120)
     assert number == "1"
     np.testing.assert_array_equal(np.load(files[1]), expected)
+
+
+def test_f27_every_address_is_absolute_and_names_no_host(registry: MlflowRegistry, store: LocalStore) -> None:
+    interrupted_run(store)
+    registry.open_run("run-1", CONFIG, DATA, os.path.relpath(store.folder))
+    register_final(store.url, registry, "run-1", "digits-f27", {"accuracy": 0.5})
+    addresses = {runs_by_token(registry)["parent"].data.tags["retoma.store"]}
+    addresses |= {model.params["store"] for model in models(registry).values()}
+    addresses |= {version.tags["retoma.store"] for version in registry.models.versions("digits-f27")}
+    assert addresses == {store.folder.as_uri()}
+    assert store.folder.as_uri().startswith("file:///")

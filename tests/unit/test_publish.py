@@ -97,7 +97,10 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
 
 def test_a_run_id_that_mlflow_cannot_quote_is_refused_before_any_search(refusing: str) -> None:
     registry = MlflowRegistry(refusing)
-    with mock.patch.object(registry.runs, "_experiment_id", "1"), pytest.raises(Invalid, match="may hold only"):
+    with (
+        mock.patch.object(registry.runs, "experiment_id", return_value="1"),
+        pytest.raises(Invalid, match="may hold only"),
+    ):
         registry.newest("it's")
 
 
