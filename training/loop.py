@@ -55,21 +55,20 @@ def train_epochs(
         if trainer.config.loader_workers:
             saver.settle()  # forking while the encoder holds a lock could hang a worker
         batches = trainer.batches(position)
-        while position.epoch == epoch:
+        stopping = False
+        while position.epoch == epoch and not stopping:
             loss = trainer.optimizer_step(batches, trainer.schedule.window_at(position))
             position = trainer.schedule.after(position)
             saver.log(position, loss)
             progress.step(position, loss)
             stopping = should_stop()
             due = stopping or (every_steps and position.step % every_steps == 0)
-            if position.epoch == epoch and due:
+            if due and position.epoch == epoch:
                 saver.save(position, loss)
-            if position.epoch == epoch and stopping:
-                break
-        else:
+        if position.epoch > epoch:
             metrics = trainer.evaluate()
             saver.save(position, loss, metrics)
-        if position.epoch < stop and should_stop():
+        if stopping and position.epoch < stop:
             checkpointer.wait()
             raise Preempted(f"asked to stop; epoch {position.epoch}, step {position.step} is committed")
     checkpointer.wait()
