@@ -244,7 +244,7 @@ class IncrementalCheckpointer:
         if self.token is None:
             self.token = claim(self.store, self.run, self._who, self._opened_at)
         state, reference, skipped = restore_newest(self.store, self.run, before=self.token, notes=notes)
-        self.head = state.checkpoint if state else None
+        self.head = state.checkpoint if state is not None else None  # a state may be empty
         head = self.head.ref if self.head else None
         document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._opened_at)
         seal(self.store, document)
