@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from training.config import Frozen
 
-TEXT_CHARACTERS = 300
+TEXT_CHARACTERS = 240  # each may need an escape
 M = TypeVar("M", bound=Frozen)
 
 
@@ -27,7 +27,9 @@ def to_metadata(facts: Frozen) -> dict[str, str]:
             for key, inner in value.items():
                 walk(f"{prefix}.{key}" if prefix else str(key), inner)
         elif value is not None:
-            found[prefix] = json.dumps(value[:TEXT_CHARACTERS] if isinstance(value, str) else value)
+            found[prefix] = json.dumps(
+                value[:TEXT_CHARACTERS] if isinstance(value, str) else value, ensure_ascii=False
+            )
 
     walk("", facts.model_dump(mode="json"))
     return found

@@ -32,8 +32,8 @@ class Sizes(Frozen):
     attempts: int
     state_bytes: int
     written_bytes: int
-    delta_bytes: float | None
-    delta_percent: float | None
+    delta_bytes: float | None = None
+    delta_percent: float | None = None
 
 
 class Milestone(Frozen):
