@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from uuid import UUID
 
 import tenacity
@@ -158,17 +158,19 @@ class PrefectRuns:
         )
         return dict(found[0].metadata_ or {}) if found else {}
 
-    def put_markdown(self, key: str, text: str, metadata: dict[str, str], flow_run_id: str | None) -> None:
-        """Create a markdown artifact: a new version under its key."""
+    def put_artifact(
+        self,
+        key: str,
+        kind: Literal["markdown", "table"],
+        data: str,
+        *,
+        flow_run_id: str,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """Create an artifact on a flow run's page: a new version under its key. A table is JSON, a list of rows."""
         from prefect.client.schemas.actions import ArtifactCreate  # noqa: PLC0415
 
-        made = ArtifactCreate(
-            key=key,
-            type="markdown",
-            data=text,
-            metadata_=metadata,
-            flow_run_id=UUID(flow_run_id) if flow_run_id else None,
-        )
+        made = ArtifactCreate(key=key, type=kind, data=data, metadata_=metadata, flow_run_id=UUID(flow_run_id))
         self._ask(lambda client: client.create_artifact(made))
 
     def _ask(self, question: Callable[[SyncPrefectClient], T]) -> T:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import yaml
@@ -15,12 +16,25 @@ from infra.facts import from_metadata, to_metadata
 from infra.prefect_runs import PrefectRuns
 from tasks.evaluate import Evaluation
 from tasks.plan import Plan
+from tasks.runs import checkpoint_row
 from training.checkpoint.history import Lineage, read_lineage
 from training.checkpoint.store import open_store
 from training.config import Frozen
 from training.errors import Unavailable
 
 PATIENCE_SECONDS = 20.0
+TABLE_ROWS = 500
+COLUMNS = (
+    "checkpoint",
+    "kind",
+    "parent",
+    "epoch",
+    "step",
+    "written_bytes",
+    "state_bytes",
+    "stall_seconds",
+    "attempt",
+)
 logger = logging.getLogger(__name__)
 
 
@@ -101,25 +115,34 @@ class Milestones:
         seconds = round(time.monotonic() - self._started, 1)
         self._now = self._now.model_copy(update={"phase": phase, "seconds": seconds, **fields})
         shown = self._now.model_dump(mode="json", exclude_none=True, exclude={"pid_started"})
+        self._put(
+            milestone_key(self._now.run),
+            "markdown",
+            f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
+            to_metadata(self._now),
+        )
+
+    def _put(
+        self, key: str, kind: Literal["markdown", "table"], data: str, metadata: dict[str, str] | None = None
+    ) -> None:
         try:
             with self._runs:  # minutes pass until the next one
-                self._runs.put_markdown(
-                    milestone_key(self._now.run),
-                    f"```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
-                    to_metadata(self._now),
-                    self._now.flow_run_id,
-                )
+                self._runs.put_artifact(key, kind, data, metadata=metadata, flow_run_id=self._now.flow_run_id)
         except Unavailable as error:
-            logger.warning("phase %s could not be shown: %s", phase, error.message)
+            logger.warning("phase %s could not be shown: %s", self._now.phase, error.message)
 
     def done(self, plan: Plan, evaluation: Evaluation, model_version: str | None) -> dict[str, Any]:
-        """Note the end; returns the summary."""
+        """Note the end, with a table of all checkpoints; returns the summary."""
+        lineage = read_lineage(open_store(plan.store_url))
+        attempts = {attempt.token: attempt for attempt in lineage.attempts}
+        rows = [checkpoint_row(committed, attempts) for committed in lineage.chain[-TABLE_ROWS:]]
+        self._put(f"checkpoints-{plan.run}", "table", json.dumps([{c: row[c] for c in COLUMNS} for row in rows]))
         self.reached(
             "done",
             metrics=evaluation.metrics,
             state_digest=evaluation.state_digest,
             checkpoint=str(evaluation.checkpoint),
             model_version=model_version,
-            sizes=sizes_of(read_lineage(open_store(plan.store_url))),
+            sizes=sizes_of(lineage),
         )
         return self._now.model_dump(mode="json", exclude_none=True)

@@ -93,7 +93,7 @@ def make_plan(settings: Settings, job: str, overrides: list[str], run: str) -> P
     folder = settings.home / version.path if version else None
     preflight = check_job(settings.home, asked, folder)
     config = asked.model_copy(update={"params": preflight.params})
-    refuse_other_identity(open_store(store_url), config, run)
+    refuse_other_identity(open_store(store_url), config, run, version.digest if version else None)
     return Plan(
         run=run,
         config=config,
@@ -159,8 +159,8 @@ def run_config(lineage: Lineage) -> JobConfig | None:
         return None
 
 
-def refuse_other_identity(store: Store, config: JobConfig, run: str) -> None:
-    """Raise `Invalid`, naming the keys, if the run was started as another training."""
+def refuse_other_identity(store: Store, config: JobConfig, run: str, data_digest: str | None) -> None:
+    """Raise `Invalid`, naming the keys, if the run was started as another training or on other data."""
     lineage = read_lineage(store)
     stored = lineage.head.manifest.job.get("identity") if lineage.head else None
     if stored is None:
@@ -174,6 +174,9 @@ def refuse_other_identity(store: Store, config: JobConfig, run: str) -> None:
         for key in sorted({*stored, *ours})
         if stored.get(key) != ours.get(key)
     ]
+    before = lineage.head.manifest.data.get("digest") if lineage.head else data_digest
+    if before != data_digest:
+        differing.append(f"the data's digest was {before}, is {data_digest}")
     if differing:
         raise Invalid(
             f"run {run} was started as another training: {'; '.join(differing)}",
