@@ -1,0 +1,275 @@
+"""The command's face: what it prints and how it ends, without servers."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flows.cli import main
+from flows.live import LineDisplay, LiveDisplay
+from infra.beat import Progress
+from infra.prefect_runs import FlowRunInfo
+from infra.settings import Settings
+from tasks.follow import Look, start_or_attach
+from tasks.milestones import Milestone
+from tasks.plan import new_run_name, refuse_other_identity, requested_digest
+from tasks.runs import unfinished
+from tests.support.stores import DATA, RunBuilder, interrupted_run
+from training.checkpoint.store import open_store
+from training.config import JobConfig, load_config
+from training.errors import Invalid
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "training/jobs/mnist_cnn.yaml"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("RETOMA_HOME", str(ROOT))
+    monkeypatch.setenv("RETOMA_STATE_DIR", str(tmp_path))
+    return Settings()
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["retoma", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    printed = capsys.readouterr()
+    code = caught.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0, printed.out, printed.err
+
+
+def a_run(settings: Settings, name: str = "digits-20260102-030405-abcd", **config: Any) -> RunBuilder:
+    """Claimed as `retoma train` claims it."""
+    builder = RunBuilder(open_store(settings.run_url(name)), name)
+    job = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4, **config)
+    who = {"attempt": 1, "try": 1, "config": job.model_dump(mode="json"), "requested": requested_digest(job)}
+    token = builder.claim(0, 2, **who)
+    builder.seal(token, None)
+    builder.commit(token, 10, "base")
+    builder.commit(token, 20)
+    return builder
+
+
+def test_looking_imports_no_server_client_and_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['retoma', '--help']; from flows.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([name for name in ('prefect', 'mlflow', 'torch', 'dvc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "train" in done.stdout
+    assert "Exit codes" in done.stdout
+
+
+def test_runs_are_listed_from_the_stores(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(settings)
+    assert "digits-20260102-030405-abcd" in run_command(capsys, "runs")[1]
+    code, text, _ = run_command(capsys, "runs", "--json")
+    assert code == 0
+    (found,) = json.loads(text)
+    assert (found["epoch"], found["epochs"], found["finished"]) == (2, 4, False)
+    assert (found["head"], found["attempts"]) == ("000001/00000001", 1)
+
+
+def test_without_runs_the_list_says_how_to_start_one(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "retoma train" in run_command(capsys, "runs")[1]
+    assert run_command(capsys, "runs", "--json")[1].strip() == "[]"
+
+
+def test_show_draws_the_chain_and_the_attempts(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted_run(open_store(settings.run_url("run-1")))
+    code, text, _ = run_command(capsys, "show", "run-1")
+    assert code == 0
+    lines = text.splitlines()
+    assert [line.split()[1] for line in lines if "─ base" in line] == ["base", "base"]
+    assert "34.0 %" in next(line for line in lines if "000001/00000001" in line)
+    assert any("token 2" in line and "from 000001/00000002" in line for line in lines)
+
+
+def test_show_as_json_holds_every_link_of_the_chain(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted_run(open_store(settings.run_url("run-1")))
+    shown = json.loads(run_command(capsys, "show", "run-1", "--json")[1])
+    chain = shown["chain"]
+    assert [row["sequence"] for row in chain] == [0, 1, 2, 3, 4, 5]
+    assert [row["parent"] for row in chain[1:]] == [row["checkpoint"] for row in chain[:-1]]
+    assert [row["restored"] for row in shown["attempts"]] == [None, "000001/00000002", "000002/00000003"]
+    assert shown["problems"] == []
+
+
+def test_an_unknown_run_is_an_error_that_names_its_neighbours(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(settings)
+    code, _, error = run_command(capsys, "show", "digits-20260102-030405-abce")
+    assert code == Invalid.exit_code
+    assert "did you mean digits-20260102-030405-abcd?" in error
+    assert "retoma runs" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "no/such.yaml"], "no job file"),
+        (["train", str(JOB), "--set", "epochz=3"], "did you mean 'epochs'?"),
+        (["train", str(JOB), "--set", "epochs"], "key=value"),
+        (["train", str(JOB), "--set", "epochs=0"], "epochs"),
+    ],
+)
+def test_a_wrong_configuration_ends_before_anything_is_started(
+    settings: Settings, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, _, error = run_command(capsys, *arguments)
+    assert code == Invalid.exit_code
+    assert words in error
+    assert not list(settings.state_dir.iterdir())
+
+
+class Server:
+    """Remembers what was started; nothing is alive unless it is told so."""
+
+    def __init__(self, *alive: FlowRunInfo) -> None:
+        self.alive = list(alive)
+        self.started: list[dict[str, Any]] = []
+        self.crashed: list[str] = []
+        self.metadata: dict[str, str] = {}
+
+    def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
+        return [run for run in self.alive if tag in run.tags]
+
+    def start(self, deployment: str, parameters: dict[str, Any], **rest: Any) -> FlowRunInfo:
+        self.started.append(parameters)
+        return FlowRunInfo(id="f", name=rest["name"], state="SCHEDULED", parameters=parameters, tags=rest["tags"])
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        self.crashed.append(flow_run_id)
+
+    def latest_metadata(self, key: str) -> dict[str, str]:
+        return self.metadata
+
+
+def begin(settings: Settings, server: Server, config: JobConfig, **rest: Any) -> Any:
+    return start_or_attach(settings, server, JOB, [], config, **rest)  # type: ignore[arg-type]
+
+
+def test_an_unfinished_run_of_the_same_job_is_resumed(settings: Settings) -> None:
+    a_run(settings)
+    config = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4)
+    server = Server()
+    started = begin(settings, server, config)
+    assert (started.how, started.run) == ("resumed", "digits-20260102-030405-abcd")
+    assert server.started[0]["job"] == "training/jobs/mnist_cnn.yaml", "as any machine finds it"
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"params": {"hidden": 8}}, {"epochs": 5}])
+def test_another_training_starts_a_new_run(settings: Settings, changes: dict[str, Any]) -> None:
+    a_run(settings)
+    config = JobConfig.model_validate({"job": "training.jobs.mnist_cnn:MnistCnn", "epochs": 4, **changes})
+    started = begin(settings, Server(), config)
+    assert started.how == "new"
+    assert started.run.startswith("mnist-cnn-")
+
+
+def test_a_finished_run_is_not_gone_on_with_unless_it_is_named(settings: Settings) -> None:
+    builder = a_run(settings)
+    builder.commit(1, 40)
+    config = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4)
+    assert unfinished(settings, requested_digest(config)) is None
+    assert begin(settings, Server(), config).how == "new"
+    assert begin(settings, Server(), config, run=builder.run).run == builder.run
+
+
+def test_new_means_new_though_there_is_an_unfinished_run(settings: Settings) -> None:
+    builder = a_run(settings)
+    config = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4)
+    assert begin(settings, Server(), config, new=True).run != builder.run
+
+
+def test_a_living_run_is_attached_to_and_nothing_is_started(settings: Settings) -> None:
+    config = load_config(JOB)
+    first = Server()
+    started = begin(settings, first, config)
+    alive = started.flow_run.model_copy(update={"state": "RUNNING"})
+    child = FlowRunInfo(id="c", name="c", state="RUNNING", tags=alive.tags, parameters={"order": {}})
+    server = Server(child, alive)
+    for again in (begin(settings, server, config), begin(settings, server, config, run=started.run)):
+        assert (again.how, again.run, again.flow_run.id) == ("attached", started.run, alive.id)
+    assert server.started == []
+
+
+def test_a_name_that_cannot_be_a_folder_is_refused(settings: Settings) -> None:
+    with pytest.raises(Invalid, match="run name"):
+        begin(settings, Server(), load_config(JOB), run="../escape")
+
+
+def test_run_names_tell_job_and_time_and_differ() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    config = load_config(JOB)
+    assert new_run_name(config, now, "abcd") == "mnist-cnn-20260102-030405-abcd"
+    assert len({new_run_name(config, now) for _ in range(20)}) > 1
+
+
+def test_a_run_is_not_continued_as_another_training_or_on_other_data(settings: Settings) -> None:
+    store = a_run(settings).store
+    same = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", params={})
+    digest = str(DATA["digest"])
+    with pytest.raises(Invalid, match="job was"):
+        refuse_other_identity(store, JobConfig(job="other.module:Job"), "r", digest)
+    with pytest.raises(Invalid, match="the data's digest was"):
+        refuse_other_identity(store, same, "r", "md5:another")
+
+
+def look(**changes: Any) -> Look:
+    process = {"host": "h", "pid": 1, "pid_started": 1.0, "flow_run_id": "f"}
+    progress = Progress(
+        run="r", start=2, stop=4, epochs=6, attempt=2, phase="training", tries=1, token=3, epoch=2, step=130,
+        total_steps=378, loss=0.25, samples_per_second=1234.0, checkpoint="000003/00000007",
+        checkpoint_kind="delta", written_bytes=250, state_bytes=1000, stall_seconds=0.0015, **process,
+    )  # fmt: skip
+    milestone = Milestone(run="r", phase="training", ranges=3, **process)
+    values = {
+        "flow_run": FlowRunInfo(id="f", name="r", state="RUNNING"),
+        "milestone": milestone,
+        "progress": progress,
+        "waiting": False,
+    }
+    return Look.model_validate({**values, **changes})
+
+
+def test_lines_tell_everything_and_do_not_repeat_themselves() -> None:
+    output, now = io.StringIO(), [0.0]
+    display = LineDisplay(Console(file=output, width=300), clock=lambda: now[0])
+    with display:
+        display.show(look())
+        display.show(look())
+        now[0] = 10.0
+        display.show(look(progress=None, waiting=True))
+    first, second = output.getvalue().splitlines()
+    for words in ("range 2 of 3", "attempt 2", "step 130/378", "loss 0.2500", "1,234 samples/s", "delta", "25.0 %"):
+        assert words in first
+    assert "stall 1.5 ms" in first
+    assert second == "waiting for a worker of pool gpu"
+
+
+def test_the_panel_of_a_terminal_shows_the_same_facts() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120, height=40)
+    display = LiveDisplay(console)
+    with display:
+        display.show(look(milestone=None, progress=None))
+        display.show(look())
+    for words in ("range 2 of 3", "step 130 of 378", "0.2500", "1,234 samples/s", "25.0 %", "stall 1.5 ms"):
+        assert words in output.getvalue()
