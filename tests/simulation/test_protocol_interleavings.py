@@ -90,7 +90,8 @@ def check_history(state: State, acknowledged: list[Ref], ended: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempts", "commits"), [(2, 1), (2, 3), pytest.param(3, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+    ("attempts", "commits"),
+    [(2, 1), (2, 3), pytest.param(3, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
 )
 def test_no_acknowledged_checkpoint_is_lost_and_no_void_one_enters_history(attempts: int, commits: int) -> None:
     states = explore([attempt(str(i), commits) for i in range(attempts)], check_history)
