@@ -54,7 +54,7 @@ class CharGpt(Job[GptParams]):
     Params: ClassVar[type[Params]] = GptParams
 
     def model(self) -> nn.Module:
-        """About 840,000 parameters with the defaults."""
+        """About 366,000 parameters with the defaults."""
         return Gpt(self.params)
 
     def optimizer(self, model: nn.Module) -> Optimizer:

@@ -32,7 +32,7 @@ class CnnParams(Params):
     hidden: int = Field(64, ge=1, description="units of the hidden layer")
     dropout: float = Field(0.1, ge=0, lt=1, description="before each linear layer")
     shift_pixels: int = Field(2, ge=0, le=8, description="augmentation: largest random shift")
-    learning_rate: float = Field(4e-3, gt=0, description="peak of the one-cycle schedule")
+    learning_rate: float = Field(8e-3, gt=0, description="peak of the one-cycle schedule")
     weight_decay: float = Field(0.01, ge=0, description="of AdamW")
 
 
