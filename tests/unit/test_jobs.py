@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +38,11 @@ def digits() -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Path:
-    return PROJECT / ensure_data(PROJECT, "data/stdlib_text").path
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the stage's script in a folder of its own: another Python's corpus must not enter data/dvc.lock."""
+    script = shutil.copy(PROJECT / "data/make_stdlib_text.py", tmp_path_factory.mktemp("data"))
+    subprocess.run([sys.executable, script, "corpus"], check=True)
+    return Path(script).parent / "stdlib_text"
 
 
 @pytest.fixture(autouse=True)
