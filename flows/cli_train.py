@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,7 +110,10 @@ def _tell_end(settings: Settings, look: Look, started: Started, console: Console
 
 
 def _again(started: Started) -> str:
-    return f"{started.flow_run.parameters.get('job', 'JOB.yaml')} --run {started.run}"
+    """Arguments that go on with this run. The changes belong to it: without them it would be another training."""
+    parameters = started.flow_run.parameters
+    changes = [part for change in parameters.get("overrides") or [] for part in ("--set", change)]
+    return shlex.join([parameters.get("job", "JOB.yaml"), "--run", started.run, *changes])
 
 
 def _summarise(milestone: Milestone, console: Console) -> None:
