@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from training.checkpoint.manifest import Position
 from training.guard import die_with_parent
-from training.randomness import epoch_order, sample_randomness
+from training.randomness import epoch_order, preserved_randomness, seed_sample
 
 Key = tuple[int, int]  # (epoch, index)
 
@@ -29,9 +29,16 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         """The item, as if it were the only one ever drawn."""
-        epoch, index = key
-        with sample_randomness(self.seed, epoch, index):
-            return self.dataset[index]
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """A micro-batch of items; the loader prefers this. The generators are put back once, not for each item."""
+        with preserved_randomness():
+            return [self._draw(epoch, index) for epoch, index in keys]
+
+    def _draw(self, epoch: int, index: int) -> Any:
+        seed_sample(self.seed, epoch, index)
+        return self.dataset[index]
 
 
 class EpochBatches(Sampler[list[Key]]):

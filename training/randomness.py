@@ -35,15 +35,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
-@contextmanager
-def sample_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Within: the global generators give the numbers of this sample. After: they are as they were."""
-    with preserved_randomness():
-        value = _seed_of("sample", seed, epoch, index)
-        random.seed(value)
-        np.random.seed(value % 2**32)
-        torch.default_generator.manual_seed(value)
-        yield
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Let the CPU generators give the numbers of this sample from here on."""
+    value = _seed_of("sample", seed, epoch, index)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.default_generator.manual_seed(value)
 
 
 @contextmanager

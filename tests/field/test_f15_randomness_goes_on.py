@@ -13,8 +13,9 @@ from training.randomness import (
     apply_randomness,
     capture_randomness,
     epoch_order,
-    sample_randomness,
+    preserved_randomness,
     seed_everything,
+    seed_sample,
 )
 
 
@@ -45,19 +46,20 @@ def test_a_sample_draws_the_same_wherever_and_whenever_it_is_asked_for() -> None
     drawn = []
     for before in (1, 2):
         seed_everything(before)
-        with sample_randomness(0, 3, 7):
-            drawn.append(draw())
+        seed_sample(0, 3, 7)
+        drawn.append(draw())
     assert drawn[0] == drawn[1]
     for other in ((1, 3, 7), (0, 4, 7), (0, 3, 8)):
-        with sample_randomness(*other):
-            assert draw() != drawn[0]
+        seed_sample(*other)
+        assert draw() != drawn[0]
 
 
 def test_a_sample_leaves_no_trace_in_the_generators_of_the_training() -> None:
     seed_everything(1)
     expected = draw()
     seed_everything(1)
-    with sample_randomness(0, 0, 0):
+    with preserved_randomness():
+        seed_sample(0, 0, 0)
         draw()
     assert draw() == expected
 
