@@ -245,7 +245,7 @@ def mutate(value: Any, seed: int) -> Any:
 
 
 @settings(
-    max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
     tree=trees,

@@ -28,13 +28,16 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def check_tensor(tensor: torch.Tensor, key: str) -> None:
+def check_tensor(tensor: torch.Tensor, key: str) -> int:
     """Accept dense tensors that own real memory.
+
+    Returns:
+        Address of the first element; 0 for a tensor that has none.
 
     Raises:
         Invalid: names key, dtype and layout of anything else.
     """
-    problem = None
+    problem, address = None, 0
     if tensor.is_nested:
         problem = "nested"
     elif tensor.layout != torch.strided:
@@ -45,7 +48,7 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
         problem = f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
     elif hasattr(tensor, "__create_chunk_list__"):
         problem = f"a {type(tensor).__name__}, sharded over several ranks"
-    elif tensor.numel() and not _has_bytes(tensor):
+    elif tensor.numel() and not (address := _address(tensor)):
         problem = f"without memory of its own (a {type(tensor).__name__})"
     if problem:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -53,12 +56,13 @@ def check_tensor(tensor: torch.Tensor, key: str) -> None:
             f"{key}: a {dtype} tensor {problem} cannot be saved",
             hint="keep it out of the state (register_buffer(..., persistent=False)) or convert it to a dense one",
         )
+    return address
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Not a wrapper around other tensors, not a fake, and not a shard whose storage was freed."""
+def _address(tensor: torch.Tensor) -> int:
+    """0 for a wrapper around other tensors, a fake, and a shard whose storage was freed."""
     try:
-        storage = tensor.untyped_storage()
-        return storage.nbytes() > 0 and storage.data_ptr() != 0
+        address = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
-        return False
+        return 0
+    return 0 if address == tensor.storage_offset() * tensor.element_size() else address

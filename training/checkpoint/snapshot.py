@@ -140,10 +140,14 @@ def _view(buffer: torch.Tensor, entry: Tensor, *, copy: bool = False) -> torch.T
 
 def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     on_gpu = any(tensor.is_cuda for tensor in tensors)
-    with torch.no_grad():
-        for view, tensor in zip(views, tensors, strict=True):
-            if tensor.dtype in _AS_BYTES:  # copy_ turns every true bool into 1
-                view, tensor = view.view(torch.uint8), tensor.view(torch.uint8)  # noqa: PLW2901
-            view.copy_(tensor, non_blocking=on_gpu)  # conj and neg views are resolved by copy_
+    pairs = [
+        # as bytes, since a copy of bools turns every true one into 1
+        (view.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dtype in _AS_BYTES else (view, tensor)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
+    if pairs:
+        targets, sources = (list(side) for side in zip(*pairs, strict=True))
+        with torch.no_grad():  # one call for all: a thousand small copies are mostly Python otherwise
+            torch._foreach_copy_(targets, sources, non_blocking=on_gpu)  # resolves conj and neg views
     if on_gpu:
         torch.cuda.synchronize()  # until here the optimizer could still overtake the copy

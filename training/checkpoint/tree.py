@@ -111,13 +111,13 @@ def _tensor(tensor: torch.Tensor, path: str, flat: Flat) -> int:
             f"{path.removeprefix('/')}: an uninitialized parameter cannot be saved",
             hint="run one forward pass first, so that lazy modules know their shapes",
         )
-    check_tensor(tensor, path.removeprefix("/"))
-    tensor = tensor.detach()
+    address = check_tensor(tensor, path.removeprefix("/"))
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
     identity: tuple[Any, ...] = (path,)
-    if tensor.numel():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.device)
+    if address:
         bits = (tensor.is_conj(), tensor.is_neg())
-        identity = (*place, *bits, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        identity = (address, tensor.device, *bits, tensor.dtype, tensor.shape, tensor.stride())
     if identity in flat._seen:
         return flat._seen[identity]
     flat._seen[identity] = len(flat.tensors)

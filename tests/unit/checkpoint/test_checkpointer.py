@@ -321,3 +321,38 @@ def test_thirty_saves_of_50_mb_hold_two_copies_and_a_little(tmp_path: Path) -> N
     """F28: two host copies (the reference and the one in flight) and 64 MiB of packs, however many saves."""
     multiple = float(run_script(MEMORY, tmp_path).stdout)
     assert multiple < 2 + 64 * 2**20 / 50e6 + 0.5
+
+
+class Overwriting(MemoryStore):
+    """A store that takes put-if-absent for put."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        there = self.exists(key)
+        self._objects[key] = data
+        return not there
+
+
+def test_a_store_that_overwrites_is_refused_before_anything_is_claimed() -> None:
+    store = Overwriting()
+    with IncrementalCheckpointer(store) as checkpointer, pytest.raises(Invalid, match="does not honour"):
+        checkpointer.restore()
+    assert store.list("tokens/") == []
+
+
+@pytest.mark.parametrize("operation", ["list", "get", "read"])
+@pytest.mark.parametrize("prefix", ["manifests/", "packs/", "tokens/"])
+def test_a_store_that_does_not_answer_is_never_taken_for_an_empty_one(operation: str, prefix: str) -> None:
+    inner = MemoryStore()
+    with IncrementalCheckpointer(inner) as checkpointer:
+        checkpointer.save({"w": torch.ones(5_000)})
+    with IncrementalCheckpointer(inner) as second:
+        second.restore()
+    store = RuledStore(inner, fail_on(operation, prefix, Unavailable("503")))
+    with IncrementalCheckpointer(store) as later:
+        try:
+            state = later.restore()
+        except Unavailable:
+            state = later.restore()  # asked again, it answers
+        assert state is not None
+        assert state.skipped == ()
+    assert len(inner.list("tokens/")) == 6  # one claim and one seal each, also where the store was asked twice
