@@ -19,8 +19,8 @@ from infra.settings import Settings, load_settings
 from tasks.attempts import GaveUp, RangeFollower, outcome_of
 from tasks.evaluate import Evaluation, evaluate
 from tasks.milestones import Milestones
+from tasks.order import RangeOrder, finished
 from tasks.plan import Plan, make_plan, new_run_name
-from tasks.range import RangeOrder, finished
 from tasks.tracking import close_failed, open_run, register_run
 from training.checkpoint.store import open_store
 from training.config import load_config

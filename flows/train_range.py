@@ -14,8 +14,9 @@ from prefect.states import Cancelled, Crashed, Failed
 from infra.beat import Reporter
 from infra.settings import load_settings
 from tasks.attempts import outcome_of
+from tasks.order import RangeOrder, RangeResult
 from tasks.publish import Publisher
-from tasks.range import RangeOrder, RangeResult, run_range
+from tasks.range import run_range
 from tasks.tracking import registry_of
 from training.errors import RetomaError
 

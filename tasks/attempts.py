@@ -16,7 +16,7 @@ import psutil
 
 from infra.beat import Progress
 from infra.prefect_runs import FlowRunInfo
-from tasks.range import RangeOrder, finished
+from tasks.order import RangeOrder, finished
 from training.checkpoint.history import head_ref
 from training.checkpoint.manifest import Ref
 from training.checkpoint.store import Store

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from infra.settings import Settings
 from tasks.data import DataVersion, ensure_data
-from tasks.range import RangeOrder
+from tasks.order import RangeOrder
 from tasks.supervise import ask
 from training.checkpoint.history import Attempt, Lineage, read_lineage
 from training.checkpoint.store import Store, open_store

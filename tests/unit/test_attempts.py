@@ -25,7 +25,7 @@ from tasks.attempts import (
     outcome_of,
 )
 from tasks.milestones import Milestone, Sizes
-from tasks.range import RangeOrder
+from tasks.order import RangeOrder
 from tests.support.stores import RunBuilder
 from training.checkpoint.store import MemoryStore
 from training.config import JobConfig

@@ -17,7 +17,8 @@ import pytest
 
 from infra.beat import Progress
 from tasks.ending import Ending, count_oom_kills, oom_kill_files
-from tasks.range import RangeOrder, RangeResult, run_range
+from tasks.order import RangeOrder, RangeResult
+from tasks.range import run_range
 from tasks.relay import LineSplitter, Relay
 from tasks.supervise import Child, ask
 from training.checkpoint.history import read_lineage
@@ -279,7 +280,8 @@ def test_loader_workers_of_a_killed_process_are_killed_too(bench: Bench) -> None
     file = bench.folder / "grandchild"
     with pytest.raises(Unavailable, match="SIGKILL"):
         bench.run(["restored", f"grandchild {file}", "kill SIGKILL"])
-    assert gone(int(file.read_text()))
+    grandchild = int(file.read_text())
+    assert wait_for(lambda: grandchild if gone(grandchild) else None)
 
 
 def test_told_to_stop_it_passes_sigterm_on_waits_and_kills(bench: Bench) -> None:
@@ -309,7 +311,7 @@ def test_the_process_dies_within_two_seconds_of_its_supervisor(bench: Bench, num
     code = (
         "import logging, pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.unit.test_supervise import Notes\n"
-        "from tasks.range import RangeOrder, run_range\n"
+        "from tasks.order import RangeOrder; from tasks.range import run_range\n"
         "run_range(RangeOrder.model_validate_json(sys.argv[2]), root=pathlib.Path(sys.argv[1]), flow_run_id='f',"
         " registry=None, publisher=Notes(), on_progress=lambda p: None, logger=logging.getLogger(),"
         " command=sys.argv[3:])\n"
