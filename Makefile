@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/retoma-installed
 
-.PHONY: train test lint up down clean help
+.PHONY: train test soak bench lint up down clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -14,6 +14,12 @@ train: $(INSTALLED) ## train the example job through the local stack, which is s
 
 test: $(INSTALLED) ## run all tests; those with servers share one process and one stack
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+soak: $(INSTALLED) ## the tests that take many minutes
+	@$(BIN)/python -m pytest -m soak
+
+bench: $(INSTALLED) ## measure checkpoint sizes of the example jobs, two minutes; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.delta_sizes
 
 lint: $(INSTALLED) ## style, types and the layers
 	$(BIN)/ruff check .
