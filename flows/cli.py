@@ -42,6 +42,7 @@ for command in (
     cli_stack.up,
     cli_stack.down,
     cli_stack.status,
+    cli_stack.env,
     cli_stack.deploy,
 ):
     app.command()(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -51,6 +52,12 @@ def status(as_json: Json = False) -> None:
             _print_links(settings, _console())
     if not found.healthy:
         raise Unavailable("the local stack is not running", hint="start it with `retoma up`")
+
+
+def env() -> None:
+    """Print the variables that `prefect` and `mlflow` need to find the servers: eval "$(retoma env)"."""
+    for name, value in load_settings().variables().items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 def deploy(

@@ -37,8 +37,8 @@ def main() -> None:
     sys.path.insert(0, str(Path.cwd()))  # jobs are importable from the project's root
     # Threads that wait for work must not spin: beside servers on the same cores that made training 4 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    die_with_parent()
     if options.messages is not None:
-        die_with_parent()
         with os.fdopen(options.messages, "wb", buffering=0) as out:
             sys.exit(_guarded(lambda: _train(out.write), out.write))
     work = _check if options.check else _evaluate

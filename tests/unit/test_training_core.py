@@ -24,6 +24,7 @@ from tests.support.cuts import gpt_config, mnist_config, train_until, write_corp
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.history import read_lineage
 from training.checkpoint.manifest import Position
+from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import LocalStore, MemoryStore
 from training.checkpoint.token import claim, mark_run
 from training.config import JobConfig, load_config, parse_config
@@ -344,3 +345,16 @@ def test_check_and_evaluate_answer_with_one_line(digits: Path, tmp_path: Path) -
     assert evaluated["metrics"] == pytest.approx(done.metrics)
     code, failed = ask("--check", {**question, "data_folder": str(tmp_path / "nowhere")})
     assert (code, failed["error"]) == (Invalid.exit_code, "Invalid")
+
+
+def test_a_new_run_may_start_from_the_weights_of_another_and_from_nothing_else_of_it(
+    digits: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "champion"
+    done = train_range(mnist_config(epochs=1), str(store), "champion", data_folder=digits)
+    source = {"store_url": str(store), "run": "champion", **done.checkpoint.model_dump(exclude={"digest"})}
+    trainer = Trainer(mnist_config(init_from=source), digits)
+    weights = restore_checkpoint(LocalStore(store), done.checkpoint.token, done.checkpoint.sequence)["model"]
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+    assert not trainer.optimizer.state
+    assert train_range(mnist_config(init_from=source), MemoryStore(), "next", data_folder=digits).position.step == 9
