@@ -130,7 +130,8 @@ def attempt_tags(attempt: Attempt) -> dict[str, str]:
     """Tags of an attempt's child run, as far as its claim and seal tell them."""
     who = attempt.claim.who if attempt.claim else {}
     span = epoch_range(attempt)
-    tags = {f"retoma.{key}": cut(value, TAG_CHARACTERS) for key, value in who.items() if key != "range"}
+    # plain facts only: the whole configuration is an artifact of the parent run
+    tags = {f"retoma.{k}": cut(v, TAG_CHARACTERS) for k, v in who.items() if isinstance(v, str | int | float)}
     if span:
         tags["retoma.range"] = f"{span[0]}-{span[1]}"
     if attempt.seal:
