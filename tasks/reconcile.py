@@ -187,7 +187,8 @@ class Reconciler:
             token = attempt.token
             if token not in self._attempts:
                 self._attempts[token] = runs.create_attempt(self._run, self._parent.id, attempt)
-            more = {f"retoma.{key}": str(value) for key, value in started.get(token, {}).items()}
+            facts = started.get(token, {}).items()  # plain ones, as `attempt_tags` takes them from the claim
+            more = {f"retoma.{key}": str(value) for key, value in facts if isinstance(value, str | int | float)}
             record = runs.add_dataset(self._attempts[token], self._data)
             self._attempts[token] = runs.update(record, {**more, **attempt_tags(attempt)})
 
