@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,9 +78,10 @@ def write_corpus(folder: Path) -> Path:
 class Training:
     """A training in a process of its own."""
 
-    def __init__(self, process: Any, reading: Any) -> None:
+    def __init__(self, process: Any, reading: Any, scratch: str) -> None:
         self.process = process
         self._reading = reading
+        self._scratch = scratch
 
     def answer(self) -> str | None:
         """The final state's digest, the kind of the error, or None if the process died where it was told to."""
@@ -86,6 +89,7 @@ class Training:
         with contextlib.suppress(EOFError):
             answer = self._reading.recv()
         self.process.join(60)
+        shutil.rmtree(self._scratch)
         assert self.process.exitcode == (0 if answer else KILLED), f"exit code {self.process.exitcode}"
         return answer
 
@@ -94,10 +98,11 @@ def start_training(config: JobConfig, store: Path, data: Path, **cut: int | None
     """Start `train_range` in a new process. For the cuts see `train_until`."""
     context = forkserver()
     reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(config, store, data, cut, writing))
+    scratch = tempfile.mkdtemp(prefix="cut-")  # what a killed process leaves; short, since sockets lie in it
+    process = context.Process(target=_train, args=(config, store, data, cut, scratch, writing))
     process.start()
     writing.close()
-    return Training(process, reading)
+    return Training(process, reading, scratch)
 
 
 def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -> str | None:
@@ -117,10 +122,13 @@ def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -
     return start_training(config, store, data, **cut).answer()
 
 
-def _train(config: JobConfig, store: Path, data: Path, cut: dict[str, int | None], answer: Any) -> None:
+def _train(
+    config: JobConfig, store: Path, data: Path, cut: dict[str, int | None], scratch: str, answer: Any
+) -> None:
     from training.session import train_range  # noqa: PLC0415
     from training.trainer import Trainer  # noqa: PLC0415
 
+    tempfile.tempdir = scratch
     steps, batches = 0, 0
 
     def report(message: Message) -> None:
