@@ -56,7 +56,10 @@ def status(as_json: Json = False) -> None:
 
 def env() -> None:
     """Print the variables that `prefect` and `mlflow` need to find the servers: eval "$(retoma env)"."""
-    for name, value in load_settings().variables().items():
+    settings = load_settings()
+    variables = settings.variables()
+    settings.make_state_dir()
+    for name, value in variables.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 
 

@@ -170,6 +170,11 @@ class Settings(BaseSettings):
     def export(self) -> None:
         """Put `variables()` into our own environment. Call it before Prefect or MLflow is imported."""
         os.environ.update(self.variables())
+        self.make_state_dir()
+
+    def make_state_dir(self) -> None:
+        """Prefect makes its home, but not the folder above it, and would warn at each start."""
+        self.state_dir.mkdir(parents=True, exist_ok=True)
 
     def _local(self, variable: str) -> StackPorts:
         ports = self.ports()
