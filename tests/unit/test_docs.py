@@ -20,6 +20,8 @@ from flows.cli import app
 from infra.settings import PREFIX, Settings
 from tests.formats.make_v1 import state_at
 from tests.support.bits import tensor_bytes
+from training.checkpoint import IncrementalCheckpointer
+from training.checkpoint.history import read_committed
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import LocalStore
 from training.config import CheckpointConfig, Frozen, SupervisorConfig, load_config
@@ -272,6 +274,36 @@ def plain(value: Any, tensor: type) -> Any:
 def test_a_reader_written_from_the_page_gets_every_bit(token: int, sequence: int) -> None:
     names = reader()
     assert plain(names["read"](V1, token, sequence), names["Tensor"]) == plain(state_at(sequence), names["Tensor"])
+
+
+def test_the_reader_of_the_page_reads_chunks_of_several_frames(tmp_path: Path) -> None:
+    names, numbers = reader(), torch.Generator().manual_seed(0)
+    large = torch.randint(0, 2**31, (2_500_000,), generator=numbers, dtype=torch.int32)  # 10 MB, three frames
+    saved = []
+    with IncrementalCheckpointer(tmp_path) as checkpointer:
+        for change in range(5):
+            if change == 1:
+                large[1_500_000:1_600_000] += 1  # the second frame, a delta
+            if change == 2:
+                large[:100] += 1  # the first one
+            if change == 3:  # the second one anew: nothing is gained by a delta
+                large[1_100_000:2_000_000] = torch.randint(
+                    0, 2**31, (900_000,), generator=numbers, dtype=torch.int32
+                )
+            if change == 4:
+                large[1_000_000:1_200_000] -= 1  # the first and the second one
+            checkpointer.save({"large": large})
+            checkpointer.wait()
+            saved.append(large.clone())
+    lineage = [read_committed(LocalStore(tmp_path), 1, n).manifest.chunks[0] for n in range(5)]
+    assert {(chunk.mode, len(chunk.frames)) for chunk in lineage} >= {
+        ("full", 3),
+        ("delta", 1),
+        ("full", 1),
+        ("delta", 2),
+    }
+    for sequence, tensor in enumerate(saved):
+        assert names["read"](tmp_path, 1, sequence)["large"].data == tensor_bytes(tensor)
 
 
 def test_the_reader_of_the_page_finds_the_head() -> None:
