@@ -12,7 +12,7 @@ from infra.settings import Settings
 from tasks.attempts import is_gone
 from tasks.milestones import Milestone, read_milestone
 from tasks.plan import check_run_name, new_run_name, requested_digest
-from tasks.runs import unfinished
+from tasks.runs import run_names, unfinished
 from training.config import Frozen, JobConfig
 
 TRAIN = "train/cpu"
@@ -52,7 +52,7 @@ def start_or_attach(
         Unavailable: the Prefect server or the store does not answer.
     """
     requested = requested_digest(config)
-    name, how = (check_run_name(run) if run else None), "resumed"
+    name = check_run_name(run) if run else None
     if name is None and not new:
         alive = _alive(runs, job_tag(requested))
         if alive is not None:
@@ -63,8 +63,8 @@ def start_or_attach(
         alive = _alive(runs, run_tag(name))
         if alive is not None:
             return Started(run=name, flow_run=alive, how="attached")
-    else:
-        name, how = new_run_name(config, datetime.now(UTC)), "new"
+    how = "resumed" if name in run_names(settings) else "new"
+    name = name or new_run_name(config, datetime.now(UTC))
     flow_run = runs.start(
         TRAIN,
         {"job": _portable(settings, job), "run": name, "overrides": overrides},

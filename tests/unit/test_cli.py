@@ -189,7 +189,12 @@ def test_a_finished_run_is_not_gone_on_with_unless_it_is_named(settings: Setting
     config = JobConfig(job="training.jobs.mnist_cnn:MnistCnn", epochs=4)
     assert unfinished(settings, requested_digest(config)) is None
     assert begin(settings, Server(), config).how == "new"
-    assert begin(settings, Server(), config, run=builder.run).run == builder.run
+    started = begin(settings, Server(), config, run=builder.run)
+    assert (started.how, started.run) == ("resumed", builder.run)
+
+
+def test_a_name_of_which_there_is_no_run_starts_a_new_one(settings: Settings) -> None:
+    assert begin(settings, Server(), load_config(JOB), run="digits").how == "new"
 
 
 def test_new_means_new_though_there_is_an_unfinished_run(settings: Settings) -> None:
