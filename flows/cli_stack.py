@@ -13,7 +13,7 @@ from infra import deploy as deployments
 from infra import stack
 from infra.links import mlflow_link, prefect_link
 from infra.settings import Settings, load_settings
-from training.errors import Unavailable
+from training.errors import Invalid, Unavailable
 
 STYLES = {"ready": "green", "not ready": "yellow", "stopped": "red"}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -36,6 +36,8 @@ def down() -> None:
 def status(as_json: Json = False) -> None:
     """Show the state of each process of the stack. Exit code 3 when one is not ready."""
     settings = load_settings()
+    if settings.prefect_api_url and settings.mlflow_url:
+        raise Invalid("both servers are set to be elsewhere: there is no local stack", hint="look at them there")
     found = stack.status(settings)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))

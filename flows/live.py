@@ -45,7 +45,7 @@ def phase_of(look: Look) -> str:
         )
         return f"waiting for a worker{late}" if look.flow_run.state != "RUNNING" else "starting"
     if look.milestone.phase == "training" and look.progress is None:
-        return "waiting for a worker of pool gpu" if look.waiting else "between two ranges"
+        return "waiting for a worker of pool gpu" if look.waiting else "starting a range"
     return look.progress.phase if look.progress else look.milestone.phase
 
 

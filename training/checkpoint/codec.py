@@ -62,13 +62,13 @@ def decode_frame(encoded: bytes, out: Bytes, codec: str = CODEC) -> None:
 
 
 def subtract(new: Bytes, old: Bytes, item_bytes: int) -> Bytes:
-    """`new - old` modulo 2^(8 * item_bytes), as bytes."""
+    """`new - old` item by item, modulo 2 to the bits of an item, as bytes. 16 bytes are two items of 8."""
     kind = _UNSIGNED[item_bytes]
     return np.subtract(new.view(kind), old.view(kind)).view(np.uint8)  # type: ignore[no-any-return]
 
 
 def add_in_place(target: Bytes, delta: Bytes, item_bytes: int) -> None:
-    """`target += delta` modulo 2^(8 * item_bytes)."""
+    """`target += delta`, the inverse of `subtract`."""
     view = target.view(_UNSIGNED[item_bytes])
     np.add(view, delta.view(_UNSIGNED[item_bytes]), out=view)
 

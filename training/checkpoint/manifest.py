@@ -56,8 +56,9 @@ class Frame(NamedTuple):
 class Chunk(Part):
     """The bytes of one rank's part of one tensor (or of a slab of small ones), as far as they changed.
 
-    `full`: all frames, decodable alone. `delta`: the changed frames, each the difference to the parent's frame
-    modulo 2^(8 * item_bytes), item by item.
+    Only frames that changed are listed. `full`: each can be decoded alone; a base lists all of them. `delta`:
+    each is the difference to the parent's frame, item by item, modulo 2 to the bits of an item (of 16 bytes:
+    two items of 8).
     """
 
     key: str
