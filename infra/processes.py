@@ -26,6 +26,7 @@ PROCESS_MARK = "_RETOMA_STACK_PROCESS"
 LOG_LIMIT_BYTES = 32 * 2**20
 POLL_SECONDS = 0.02
 KILL_SECONDS = 5.0
+EXEC_LOOKS, EXEC_SECONDS = 50, 0.005
 
 
 class Record(Frozen):
@@ -86,7 +87,7 @@ class ProcessTable:
         try:
             record = Record.model_validate_json(self._pid_file(name).read_text())
             process = psutil.Process(record.pid)
-            marked = process.environ().get(PROCESS_MARK) == record.mark
+            marked = _environment(process).get(PROCESS_MARK) == record.mark
         except (FileNotFoundError, ValidationError, psutil.Error):
             return None
         return (record, process) if marked else None
@@ -96,7 +97,7 @@ class ProcessTable:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                environment = process.environ()
+                environment = _environment(process)
                 if environment.get(FOLDER_MARK) != str(self._folder) or process.pid == os.getpid():
                     continue
                 if name is None or environment.get(PROCESS_MARK, "").partition(":")[0] == name:
@@ -157,6 +158,16 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Its environment. Empty for a moment while it becomes another program (execve): look again."""
+    for _ in range(EXEC_LOOKS):
+        environment = process.environ()
+        if environment or not process.memory_info().vms:  # a kernel thread has none
+            break
+        time.sleep(EXEC_SECONDS)
+    return environment
 
 
 def _wait_for_end(processes: list[psutil.Process], timeout_seconds: float) -> list[psutil.Process]:

@@ -444,6 +444,7 @@ def test_the_champion_loads_from_the_store_without_pickle(registry: MlflowRegist
         **os.environ,
         "MLFLOW_TRACKING_URI": registry.connection.url,
         "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+        "TMPDIR": str(store.folder),  # MLflow leaves its download there
     }
     subprocess.run([sys.executable, "-c", code, *files], check=True, env=environment, timeout=120)
     assert number == "1"

@@ -233,7 +233,8 @@ def test_data_of_another_form_is_refused(tmp_path: Path) -> None:
 def test_the_yaml_files_give_three_ranges_with_several_saves_each(name: str, digits: Path, corpus: Path) -> None:
     config = configured(name)
     assert len(config.ranges()) == 3
-    data: Any = load_job(config.job, config.params, PROJECT / str(config.data)).train_data()
+    folder = {"mnist_cnn": digits, "char_gpt": corpus}[name]
+    data: Any = load_job(config.job, config.params, folder).train_data()
     steps = math.ceil(len(data) / config.batch_size) * config.epochs_per_range
     assert steps >= 4 * config.checkpoint.every_steps
     Subset(data, [0])[0]

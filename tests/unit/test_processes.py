@@ -105,3 +105,22 @@ def test_the_tail_is_of_the_newest_process_only(table: ProcessTable, tmp_path: P
         eventually(lambda word=word: word in table.log("one").read_text())  # type: ignore[misc]
     assert table.tail("one") == "second"
     assert table.log("one").read_text() == "first\nsecond\n"
+
+
+def test_a_process_in_the_moment_of_becoming_another_program_is_found(
+    table: ProcessTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(table, "one", SLEEP, tmp_path)
+    truth = psutil.Process.environ
+    empty: Iterator[dict[str, str]] = iter([{}, {}])  # what the kernel shows during execve
+    monkeypatch.setattr(psutil.Process, "environ", lambda self: next(empty, None) or truth(self))
+    found = table.find("one")
+    assert found
+    assert found[1].pid == process.pid
+    empty = iter([{}])
+    assert process.pid in [member.pid for member in table.members("one")]
+
+
+def test_processes_started_one_after_the_other_are_found_at_once(table: ProcessTable, tmp_path: Path) -> None:
+    for number in range(30):
+        start(table, f"p{number}", SLEEP, tmp_path)
