@@ -17,6 +17,7 @@ from infra import beat
 from tasks.follow import Look
 
 LINE_SECONDS = 5.0
+AFTER_TRAINING = ("evaluating", "registering", "done")
 
 
 class Display(Protocol):
@@ -136,6 +137,8 @@ class LiveDisplay:
         progress = look.progress
         if progress is not None and progress.total_steps:
             self._bar.update(self._task, total=progress.total_steps, completed=progress.step)
+        elif look.milestone is not None and look.milestone.phase in AFTER_TRAINING:
+            self._bar.update(self._task, total=1, completed=1)
         self._bar.update(self._task, description=phase_of(look))
         self._live.update(Group(self._bar, self._facts(look)))
 

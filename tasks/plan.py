@@ -21,7 +21,7 @@ from tasks.order import RangeOrder
 from tasks.supervise import ask
 from training.checkpoint.history import Attempt, Lineage, read_lineage
 from training.checkpoint.store import Store, open_store
-from training.config import NAME_PATTERN, Frozen, JobConfig, digest_of, load_config, parse_config
+from training.config import NAME_PATTERN, Frozen, JobConfig, differences, digest_of, load_config, parse_config
 from training.errors import Invalid
 
 CHECK_COMMAND = (sys.executable, "-m", "training.process", "--check")
@@ -168,18 +168,11 @@ def refuse_other_identity(store: Store, config: JobConfig, run: str, data_digest
         stored = earlier.identity() if earlier else None
     if stored is None:
         return
-    ours = config.identity()
-    differing = [
-        f"{key} was {stored.get(key)!r}, is {ours.get(key)!r}"
-        for key in sorted({*stored, *ours})
-        if stored.get(key) != ours.get(key)
-    ]
     before = lineage.head.manifest.data.get("digest") if lineage.head else data_digest
-    if before != data_digest:
-        differing.append(f"the data's digest was {before}, is {data_digest}")
-    if differing:
+    ours = {**config.identity(), "data digest": data_digest}
+    if found := differences({**stored, "data digest": before}, ours):
         raise Invalid(
-            f"run {run} was started as another training: {'; '.join(differing)}",
+            f"run {run} was started as another training: {'; '.join(found)}",
             hint="undo the change, or start a new run (retoma train --new)",
             run=run,
         )

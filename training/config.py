@@ -97,6 +97,15 @@ def digest_of(value: Any) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
+def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """`key was x, is y` for each key whose values differ."""
+    return [
+        f"{key} was {saved.get(key)!r}, is {live.get(key)!r}"
+        for key in sorted(saved.keys() | live.keys())
+        if saved.get(key) != live.get(key)
+    ]
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
     """Read a job's YAML file, apply `key=value` overrides (dotted keys reach inside), validate.
 

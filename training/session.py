@@ -12,7 +12,7 @@ from training.checkpoint.manifest import Committed, Manifest, Position, Ref, man
 from training.checkpoint.restore import RestoredState
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped
-from training.config import JobConfig, digest_of
+from training.config import JobConfig, differences, digest_of
 from training.errors import Corrupt, Invalid
 from training.loop import train_epochs
 from training.ports import Done, Message, Restored, Saved
@@ -107,18 +107,11 @@ def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[
     Raises:
         Invalid: names each key that differs, with both values.
     """
-    saved, live = manifest.job.get("identity", {}), config.identity()
-    differences = [
-        f"{key} was {saved.get(key)!r}, is {live.get(key)!r}"
-        for key in sorted(saved.keys() | live.keys())
-        if saved.get(key) != live.get(key)
-    ]
-    old, new = manifest.data.get("digest"), (data_version or {}).get("digest")
-    if old != new:
-        differences.append(f"the data's digest was {old!r}, is {new!r}")
-    if differences:
+    saved = {**manifest.job.get("identity", {}), "data digest": manifest.data.get("digest")}
+    live = {**config.identity(), "data digest": (data_version or {}).get("digest")}
+    if found := differences(saved, live):
         raise Invalid(
-            f"run {manifest.run} was started with another configuration: {'; '.join(differences)}",
+            f"run {manifest.run} was started as another training: {'; '.join(found)}",
             hint="resume with the first configuration, or start a new run: retoma train JOB.yaml --new",
             run=manifest.run,
         )

@@ -233,7 +233,7 @@ def test_a_run_is_not_continued_as_another_training_or_on_other_data(settings: S
     digest = str(DATA["digest"])
     with pytest.raises(Invalid, match="job was"):
         refuse_other_identity(store, JobConfig(job="other.module:Job"), "r", digest)
-    with pytest.raises(Invalid, match="the data's digest was"):
+    with pytest.raises(Invalid, match="data digest was"):
         refuse_other_identity(store, same, "r", "md5:another")
 
 

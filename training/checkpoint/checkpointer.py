@@ -14,42 +14,26 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from training.checkpoint.codec import release_gil
 from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
-from training.checkpoint.manifest import Committed, Costs, Health, Manifest, MetricPoint, Position, Writer
-from training.checkpoint.pack import PackWriter, Reference, Written, write_packs
+from training.checkpoint.draft import Draft
+from training.checkpoint.manifest import Committed, Health, MetricPoint, Position
+from training.checkpoint.pack import PackWriter, Reference, write_packs
 from training.checkpoint.restore import RestoredState, restore_checkpoint, restore_newest
-from training.checkpoint.snapshot import Snapshot, SnapshotBuffers
+from training.checkpoint.snapshot import SnapshotBuffers
 from training.checkpoint.store import Store, open_store
-from training.checkpoint.token import Seal, claim, mark_run, prove_put_if_absent, run_of, seal
+from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
 from training.checkpoint.tree import flatten
 from training.errors import Fenced, Invalid
 
 DEFAULT_RUN = "default"
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One save on its way to the store."""
-
-    snapshot: Snapshot
-    buffers: SnapshotBuffers
-    position: Position
-    stall_seconds: float
-    base: bool
-    meta: dict[str, Any]
-    metrics: tuple[MetricPoint, ...]
-    health: Health
 
 
 class IncrementalCheckpointer:
@@ -170,7 +154,7 @@ class IncrementalCheckpointer:
         self._spare = None
         snapshot = buffers.take(state)
         stall_seconds = time.perf_counter() - started
-        request = _Request(
+        draft = Draft(
             snapshot=snapshot,
             buffers=buffers,
             position=position or Position(),
@@ -180,7 +164,7 @@ class IncrementalCheckpointer:
             metrics=tuple(metrics),
             health=health or Health(),
         )
-        self._pending = self._saver.submit(self._write, request)
+        self._pending = self._saver.submit(self._write, draft)
         return stall_seconds
 
     def save_checkpoint(self, state: Mapping[str, Any], epoch: int, **meta: Any) -> None:
@@ -243,6 +227,8 @@ class IncrementalCheckpointer:
             self._opened_at = self._now()
         if self.token is None:
             self.token = claim(self.store, self.run, self._who, self._opened_at)
+        elif not self.store.exists(claim_key(self.token)):
+            raise Invalid(f"token {self.token} was not claimed: nothing would fence it", run=self.run)
         state, reference, skipped = restore_newest(self.store, self.run, before=self.token, notes=notes)
         self.head = state.checkpoint if state is not None else None  # a state may be empty
         head = self.head.ref if self.head else None
@@ -253,74 +239,32 @@ class IncrementalCheckpointer:
         self._opened = True
         return state
 
-    def _write(self, request: _Request) -> Committed:
+    def _write(self, draft: Draft) -> Committed:
         """In the background: packs, then the commit. Only then does the snapshot become the reference."""
         sequence, self._sequence = self._sequence, self._sequence + 1  # never reused, also after a failure
         head = self.head.manifest if self.head else None
-        base = request.base or head is None or head.deltas_since_base >= self.deltas_per_base
+        base = draft.base or head is None or head.deltas_since_base >= self.deltas_per_base
         assert self.token is not None  # noqa: S101 - the attempt is open
         writer = PackWriter(self.store, self.token, sequence)
-        written = write_packs(request.snapshot, None if base else self._reference, writer, self._encoders)
-        manifest = self._manifest(request, written, sequence, "base" if base else "delta")
+        written = write_packs(draft.snapshot, None if base else self._reference, writer, self._encoders)
+        manifest = draft.manifest(
+            written,
+            run=self.run,
+            token=self.token,
+            sequence=sequence,
+            parent=self.head,
+            base=base,
+            job=self._job,
+            data=self._data,
+            created=self._now(),
+        )
         committed = Committed(manifest, commit(self.store, manifest))
         self.head = committed
-        self._reference = Reference(request.snapshot.chunks, written.digests)
-        self._spare, self._held = self._held, request.buffers
+        self._reference = Reference(draft.snapshot.chunks, written.digests)
+        self._spare, self._held = self._held, draft.buffers
         if self._on_saved is not None:
             self._on_saved(committed)
         return committed
 
-    def _manifest(
-        self, request: _Request, written: Written, sequence: int, kind: Literal["base", "delta"]
-    ) -> Manifest:
-        parent, snapshot = self.head, request.snapshot
-        same_layout = (
-            kind == "delta" and parent is not None and parent.manifest.layout_digest == snapshot.layout_digest
-        )
-        since_base = parent.manifest.deltas_since_base + 1 if parent is not None and kind == "delta" else 0
-        return Manifest(
-            run=self.run,
-            token=self.token or 0,
-            sequence=sequence,
-            kind=kind,
-            parent=parent.ref if parent else None,
-            position=request.position,
-            job=self._job,
-            data=self._data,
-            meta=request.meta,
-            layout=None if same_layout else snapshot.layout,
-            layout_digest=snapshot.layout_digest,
-            values=snapshot.values,
-            chunks=tuple(written.chunks),
-            chunk_count=len(snapshot.chunks),
-            state_digest=written.state_digest,
-            packs=tuple(written.packs),
-            deltas_since_base=since_base,
-            metrics=request.metrics,
-            health=request.health,
-            costs=Costs(
-                state_bytes=snapshot.size_bytes,
-                written_bytes=written.size_bytes,
-                stall_seconds=request.stall_seconds,
-                encode_seconds=written.encode_seconds,
-                upload_seconds=written.upload_seconds,
-            ),
-            writer=Writer(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                version=_version(),
-                created=self._now(),
-            ),
-        )
-
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
-
-
-@cache
-def _version() -> str:
-    """Read once: looking it up costs milliseconds, a save of what did not change costs less."""
-    try:
-        return metadata.version("retoma")
-    except metadata.PackageNotFoundError:
-        return ""  # a copy of the source that was never installed

@@ -356,3 +356,11 @@ def test_a_store_that_does_not_answer_is_never_taken_for_an_empty_one(operation:
         assert state is not None
         assert state.skipped == ()
     assert len(inner.list("tokens/")) == 6  # one claim and one seal each, also where the store was asked twice
+
+
+def test_a_token_that_nobody_claimed_is_refused_since_nothing_would_fence_it() -> None:
+    store = MemoryStore()
+    checkpointer = IncrementalCheckpointer(store, token=3)
+    with pytest.raises(Invalid, match="token 3 was not claimed"):
+        checkpointer.restore()
+    assert not store.list("tokens/")
