@@ -261,7 +261,7 @@ class IncrementalCheckpointer:
         committed = Committed(manifest, commit(self.store, manifest))
         self.head = committed
         self._reference = Reference(draft.snapshot.chunks, written.digests)
-        self._spare, self._held = self._held, draft.buffers
+        self._spare, self._held = self._held or draft.buffers.twin(), draft.buffers
         if self._on_saved is not None:
             self._on_saved(committed)
         return committed

@@ -57,6 +57,7 @@ class SnapshotBuffers:
     """One reusable set of host buffers, laid out for one structure of state."""
 
     _signature: Any = None
+    _pinned: bool = False
     _template: Snapshot | None = None
     _views: list[torch.Tensor] = field(default_factory=list)
 
@@ -79,6 +80,19 @@ class SnapshotBuffers:
             self._template.layout, self._template.layout_digest, flat.values, dict(self._template.chunks)
         )
 
+    def twin(self) -> SnapshotBuffers:
+        """Another set for the same structure whose memory is there already: its first copy has no page faults."""
+        other = SnapshotBuffers(_signature=self._signature, _pinned=self._pinned)
+        if self._template is not None:
+            old = self._template.chunks
+            buffers = {
+                key: torch.zeros(chunk.data.size, dtype=torch.uint8, pin_memory=self._pinned)
+                for key, chunk in old.items()
+            }
+            items = {key: chunk.item_bytes for key, chunk in old.items()}
+            other._hold(self._template.layout, self._template.layout_digest, items, buffers)
+        return other
+
     def _lay_out(self, flat: Flat) -> None:
         sizes: dict[str, int] = {}
         items: dict[str, int] = {}
@@ -99,12 +113,17 @@ class SnapshotBuffers:
             )
             sizes[chunk] = sizes.get(chunk, 0) + size_bytes
             items[chunk] = item_bytes
-        pinned = any(t.is_cuda for t in flat.tensors)
-        buffers = {k: torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for k, size in sizes.items()}
-        self._views = [_view(buffers[entry.chunk], entry) for entry in entries]
         layout = Layout(tree=flat.tree, tensors=tuple(entries))
+        self._pinned = any(t.is_cuda for t in flat.tensors)
+        buffers = {k: torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for k, size in sizes.items()}
+        self._hold(layout, layout_digest(layout), items, buffers)
+
+    def _hold(
+        self, layout: Layout, digest: str, items: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._views = [_view(buffers[entry.chunk], entry) for entry in layout.tensors]
         chunks = {key: ChunkData(items[key], buffer.numpy()) for key, buffer in buffers.items()}
-        self._template = Snapshot(layout, layout_digest(layout), [], chunks)
+        self._template = Snapshot(layout, digest, [], chunks)
 
 
 def layout_digest(layout: Layout) -> str:
