@@ -106,7 +106,8 @@ class LineDisplay:
                 parts.append(f"loss {progress.loss:.4f}")
             if progress.samples_per_second:
                 parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-            parts += [text for text in (checkpoint_text(progress), progress.error) if text]
+            trouble = progress.error.splitlines()[0] if progress.error else None
+            parts += [text for text in (checkpoint_text(progress), trouble) if text]
         return "; ".join(parts)
 
 

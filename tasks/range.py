@@ -194,6 +194,7 @@ class _Supervisor:
                 self.logger.warning("skipped %s: %s", skipped.key, skipped.reason)
             self._report(
                 phase="training",
+                error=None,  # what ended the try before is over
                 restored=str(message.checkpoint) if message.checkpoint else "nothing",
                 skipped=len(message.skipped),
                 total_steps=message.total_steps,
