@@ -16,7 +16,7 @@ from infra.settings import load_settings
 from tasks.attempts import outcome_of
 from tasks.order import RangeOrder, RangeResult
 from tasks.publish import Publisher
-from tasks.range import run_range
+from tasks.range import RangeSupervisor
 from tasks.tracking import registry_of
 from training.errors import RetomaError
 
@@ -35,15 +35,15 @@ def train_range(order: RangeOrder) -> Any:
     publisher = Publisher(order.store_url, registry, order.run, config=order.config, data_version=version)
     publisher.start()
     try:
-        result: RangeResult = run_range(
-            order,
+        result: RangeResult = RangeSupervisor(
+            order=order,
             root=settings.home,
             flow_run_id=flow_run_id,
             registry=registry,
             publisher=publisher,
             on_progress=reporter.report,
             logger=get_run_logger(),
-        )
+        ).run()
     except RetomaError as error:
         state, message = outcome_of(error)
         return STATES[state](message=message)

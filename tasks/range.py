@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,44 +38,22 @@ MACHINE_ERRORS = ("AcceleratorError", "OutOfMemoryError", "DistBackendError", "O
 RESTART_SECONDS = 1.0
 
 
-def run_range(
-    order: RangeOrder,
-    *,
-    root: Path,
-    flow_run_id: str,
-    registry: Registry | None,
-    publisher: Publisher,
-    on_progress: Callable[[Progress], None],
-    logger: logging.Logger | logging.LoggerAdapter[Any],
-    command: Sequence[str] = TRAINING_COMMAND,
-    sleep: Callable[[float], None] = time.sleep,
-) -> RangeResult:
-    """Run the range to its end. Call it from the main thread, see `tasks.supervise`.
+@dataclass(kw_only=True)
+class RangeSupervisor:
+    """One attempt at a range on this node. Use it from the main thread, see `tasks.supervise`."""
 
-    Raises:
-        Fenced: another attempt has taken over; it does the work.
-        Unavailable, Preempted: this node, or the store, failed; another attempt may do better.
-        Invalid, Diverged, RetomaError: another attempt would end the same way.
-    """
-    return _Supervisor(order, root, flow_run_id, registry, publisher, on_progress, logger, command, sleep).run()
+    order: RangeOrder
+    root: Path
+    flow_run_id: str
+    registry: Registry | None
+    publisher: Publisher
+    on_progress: Callable[[Progress], None]
+    logger: logging.Logger | logging.LoggerAdapter[Any]
+    command: Sequence[str] = TRAINING_COMMAND
+    sleep: Callable[[float], None] = time.sleep
 
-
-class _Supervisor:
-    def __init__(
-        self,
-        order: RangeOrder,
-        root: Path,
-        flow_run_id: str,
-        registry: Registry | None,
-        publisher: Publisher,
-        on_progress: Callable[[Progress], None],
-        logger: logging.Logger | logging.LoggerAdapter[Any],
-        command: Sequence[str],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self.order, self.root, self.flow_run_id = order, root, flow_run_id
-        self.registry, self.publisher, self.on_progress = registry, publisher, on_progress
-        self.logger, self.command, self.sleep = logger, command, sleep
+    def __post_init__(self) -> None:
+        order = self.order
         self.store = open_store(order.store_url)
         self.expected: Ref | None = None
         self.best_step = 0  # of a committed checkpoint
@@ -86,13 +65,20 @@ class _Supervisor:
             stop=order.stop,
             epochs=order.config.epochs,
             attempt=order.attempt,
-            flow_run_id=flow_run_id,
+            flow_run_id=self.flow_run_id,
             host=socket.gethostname(),
             pid=os.getpid(),
             pid_started=psutil.Process().create_time(),
         )
 
     def run(self) -> RangeResult:
+        """Run the range to its end.
+
+        Raises:
+            Fenced: another attempt has taken over; it does the work.
+            Unavailable, Preempted: this node, or the store, failed; another attempt may do better.
+            Invalid, Diverged, RetomaError: another attempt would end the same way.
+        """
         mark_run(self.store, self.order.run)
         prove_put_if_absent(self.store, self.order.run)
         if head := finished(self.store, self.order.run, self.order.stop):

@@ -18,7 +18,7 @@ import pytest
 from infra.beat import Progress
 from tasks.ending import Ending, count_oom_kills, oom_kill_files
 from tasks.order import RangeOrder, RangeResult
-from tasks.range import run_range
+from tasks.range import RangeSupervisor
 from tasks.relay import LineSplitter, Relay
 from tasks.supervise import Child, ask
 from training.checkpoint.history import read_lineage
@@ -142,8 +142,8 @@ class Bench:
         )
 
     def run(self, *scripts: list[str], registry: Any = None) -> RangeResult:
-        return run_range(
-            self.order(),
+        return RangeSupervisor(
+            order=self.order(),
             root=self.folder,
             flow_run_id="f",
             registry=registry,
@@ -152,7 +152,7 @@ class Bench:
             logger=logging.getLogger("test"),
             command=self.command(*scripts),
             sleep=lambda _: None,
-        )
+        ).run()
 
     def supervise(self, **changes: Any) -> None:
         values = self.config.supervisor.model_dump() | changes
@@ -312,10 +312,11 @@ def test_the_process_dies_within_two_seconds_of_its_supervisor(bench: Bench, num
     code = (
         "import logging, pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.unit.test_supervise import Notes\n"
-        "from tasks.order import RangeOrder; from tasks.range import run_range\n"
-        "run_range(RangeOrder.model_validate_json(sys.argv[2]), root=pathlib.Path(sys.argv[1]), flow_run_id='f',"
+        "from tasks.order import RangeOrder; from tasks.range import RangeSupervisor\n"
+        "RangeSupervisor(order=RangeOrder.model_validate_json(sys.argv[2]),"
+        " root=pathlib.Path(sys.argv[1]), flow_run_id='f',"
         " registry=None, publisher=Notes(), on_progress=lambda p: None, logger=logging.getLogger(),"
-        " command=sys.argv[3:])\n"
+        " command=sys.argv[3:]).run()\n"
     )
     arguments = [str(ROOT), bench.order().model_dump_json(), *command]
     with subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT) as supervisor:
