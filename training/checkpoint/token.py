@@ -7,7 +7,7 @@ before and after the manifest. Either the newer attempt sees our commit, or we s
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -50,6 +50,9 @@ class Seal(Document):
     head: Ref | None = None
     skipped: tuple[Skipped, ...] = ()
     created: str = ""
+
+
+C = TypeVar("C", Claim, Seal)
 
 
 def claim_key(token: int) -> str:
@@ -171,17 +174,16 @@ def seal(store: Store, document: Seal) -> None:
 
 def read_claim(store: Store, token: int) -> Claim:
     """Raises `Corrupt` if it is damaged or belongs under another key."""
-    key = claim_key(token)
-    found = decode(store.get(key), Claim, key)
-    if found.token != token:
-        raise Corrupt(f"{key} holds the claim of token {found.token}", key=key)
-    return found
+    return _read(store, claim_key(token), Claim, token)
 
 
 def read_seal(store: Store, token: int) -> Seal:
     """Raises `Corrupt` if it is damaged or belongs under another key."""
-    key = seal_key(token)
-    found = decode(store.get(key), Seal, key)
+    return _read(store, seal_key(token), Seal, token)
+
+
+def _read(store: Store, key: str, model: type[C], token: int) -> C:
+    found = decode(store.get(key), model, key)
     if found.token != token:
-        raise Corrupt(f"{key} holds the seal of token {found.token}", key=key)
+        raise Corrupt(f"{key}: expected token {token}, actual {found.token}", key=key)
     return found
