@@ -49,8 +49,8 @@ def train(
     console = Console(highlight=False, soft_wrap=True)
     _make_ready(settings, console)
 
-    from infra.prefect_runs import PrefectRuns  # noqa: PLC0415 - Prefect takes a second, and reads the environment
-    from tasks.follow import start_or_attach  # noqa: PLC0415
+    from infra.prefect_runs import PrefectRuns  # Prefect takes a second, and reads the environment
+    from tasks.follow import start_or_attach
 
     with PrefectRuns(patience_seconds=60) as runs:
         started = start_or_attach(settings, runs, job, overrides, config, run=run, new=new)
@@ -70,8 +70,8 @@ def _make_ready(settings: Settings, console: Console) -> None:
 
 
 def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Console) -> None:
-    from flows.live import display_on  # noqa: PLC0415
-    from tasks.follow import look_at  # noqa: PLC0415
+    from flows.live import display_on
+    from tasks.follow import look_at
 
     mlflow_url: str | None = None
     try:
@@ -92,7 +92,7 @@ def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Co
 
 
 def _tell_end(settings: Settings, look: Look, started: Started, console: Console) -> None:
-    from tasks.attempts import error_from  # noqa: PLC0415
+    from tasks.attempts import error_from
 
     if look.flow_run.state == "COMPLETED":
         if look.milestone is not None:

@@ -181,7 +181,7 @@ class Reporter:
 
     def _emit_beat(self, progress: Progress) -> None:
         if self._emit is None:
-            from prefect.events import emit_event  # noqa: PLC0415  # Prefect takes a second to import
+            from prefect.events import emit_event  # Prefect takes a second to import
 
             self._emit = emit_event
         self._emit(
@@ -194,7 +194,7 @@ class Reporter:
         )
 
     def _write_artifact(self, progress: Progress) -> None:
-        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate  # noqa: PLC0415
+        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 
         fields: dict[str, Any] = {
             "data": round(progress.percent, 2),
@@ -214,6 +214,6 @@ class Reporter:
 
 def short_client() -> SyncPrefectClient:
     """A client that gives up on a request after a few seconds."""
-    from prefect.client.orchestration import get_client  # noqa: PLC0415
+    from prefect.client.orchestration import get_client
 
     return get_client(httpx_settings={"timeout": CLIENT_TIMEOUT_SECONDS}, sync_client=True)

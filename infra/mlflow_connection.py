@@ -57,7 +57,7 @@ class Connection:
         with self._lock:
             if self._client is None:
                 self._limit_waiting()
-                from mlflow import MlflowClient  # noqa: PLC0415  slow, and not needed where MLflow is not used
+                from mlflow import MlflowClient  # slow, and not needed where MLflow is not used
 
                 self._client = MlflowClient(tracking_uri=self.url, registry_uri=self.url)
             return self._client
@@ -81,8 +81,8 @@ class Connection:
             Missing, Conflict: see there.
             Invalid: the server refused; a person must act.
         """
-        from mlflow.exceptions import MlflowException  # noqa: PLC0415
-        from requests.exceptions import RequestException  # noqa: PLC0415
+        from mlflow.exceptions import MlflowException
+        from requests.exceptions import RequestException
 
         client = self.client
         try:

@@ -123,7 +123,7 @@ class Runs:
         Returns:
             The record as it is now. No traffic if nothing differs.
         """
-        from mlflow.entities import Param, RunTag  # noqa: PLC0415
+        from mlflow.entities import Param, RunTag
 
         wanted = {key: cut(value, TAG_CHARACTERS) for key, value in (tags or {}).items()}
         new_tags = [RunTag(k, v) for k, v in wanted.items() if record.tags.get(k) != v]
@@ -163,7 +163,7 @@ class Runs:
 
     def add_dataset(self, record: RunRecord, data: Mapping[str, Any]) -> RunRecord:
         """Log the data set as input, once. Nothing happens without path and digest."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag  # noqa: PLC0415
+        from mlflow.entities import Dataset, DatasetInput, InputTag
 
         path, digest = data.get("path"), str(data.get("digest") or "").removeprefix("md5:")
         if not path or not digest or record.tags.get(_DATA) == digest:
@@ -184,7 +184,7 @@ class Runs:
 
     def add_output(self, record: RunRecord, model_id: str, step: int) -> None:
         """Name a checkpoint that the run wrote. MLflow refuses a repetition, which is no error here."""
-        from mlflow.entities import LoggedModelOutput  # noqa: PLC0415
+        from mlflow.entities import LoggedModelOutput
 
         if model_id in record.outputs:
             return
@@ -196,7 +196,7 @@ class Runs:
 
     def add_input(self, record: RunRecord, model_id: str) -> RunRecord:
         """Name the checkpoint that the run restored, once."""
-        from mlflow.entities import LoggedModelInput  # noqa: PLC0415
+        from mlflow.entities import LoggedModelInput
 
         if record.tags.get(_INPUT) == model_id:
             return record
@@ -206,7 +206,7 @@ class Runs:
 
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         """Log metrics. The very same point logged again is stored once."""
-        from mlflow.entities import Metric  # noqa: PLC0415
+        from mlflow.entities import Metric
 
         metrics = [Metric(p.key, p.value, p.timestamp, p.step) for p in points]
         with self._connection.asking("logging metrics") as client:

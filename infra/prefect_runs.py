@@ -77,7 +77,7 @@ class PrefectRuns:
 
     def find_by_key(self, keys: Iterable[str]) -> dict[str, FlowRunInfo]:
         """Flow runs by idempotency key, those that exist."""
-        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey  # noqa: PLC0415
+        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterIdempotencyKey
 
         wanted = FlowRunFilter(idempotency_key=FlowRunFilterIdempotencyKey(any_=list(keys)))
         found = self._ask(lambda client: client.read_flow_runs(flow_run_filter=wanted, limit=LIMIT))
@@ -89,8 +89,8 @@ class PrefectRuns:
 
     def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
         """Flow runs with a tag that are not over, newest first."""
-        from prefect.client.schemas import filters, sorting  # noqa: PLC0415
-        from prefect.client.schemas.objects import StateType  # noqa: PLC0415
+        from prefect.client.schemas import filters, sorting
+        from prefect.client.schemas.objects import StateType
 
         wanted = filters.FlowRunFilter(
             tags=filters.FlowRunFilterTags(all_=[tag]),
@@ -117,8 +117,8 @@ class PrefectRuns:
             Invalid: there is no such deployment.
             Unavailable: the server does not answer.
         """
-        from prefect.deployments import run_deployment  # noqa: PLC0415
-        from prefect.exceptions import ObjectNotFound  # noqa: PLC0415
+        from prefect.deployments import run_deployment
+        from prefect.exceptions import ObjectNotFound
 
         def create(_: SyncPrefectClient) -> Any:
             return run_deployment(
@@ -137,7 +137,7 @@ class PrefectRuns:
 
     def crash(self, flow_run_id: str, message: str) -> None:
         """Set a flow run to Crashed whose process is gone. It kills nothing."""
-        from prefect.states import Crashed  # noqa: PLC0415
+        from prefect.states import Crashed
 
         state: Any = Crashed(message=message)
         self._ask(lambda client: client.set_flow_run_state(UUID(flow_run_id), state, force=True))
@@ -148,7 +148,7 @@ class PrefectRuns:
 
     def latest_metadata(self, key: str) -> dict[str, str]:
         """Metadata of the newest artifact with a key; empty if there is none."""
-        from prefect.client.schemas import filters, sorting  # noqa: PLC0415
+        from prefect.client.schemas import filters, sorting
 
         wanted = filters.ArtifactFilter(key=filters.ArtifactFilterKey(any_=[key]))
         found = self._ask(
@@ -168,15 +168,15 @@ class PrefectRuns:
         metadata: dict[str, str] | None = None,
     ) -> None:
         """Create an artifact on a flow run's page: a new version under its key. A table is JSON, a list of rows."""
-        from prefect.client.schemas.actions import ArtifactCreate  # noqa: PLC0415
+        from prefect.client.schemas.actions import ArtifactCreate
 
         made = ArtifactCreate(key=key, type=kind, data=data, metadata_=metadata, flow_run_id=UUID(flow_run_id))
         self._ask(lambda client: client.create_artifact(made))
 
     def _ask(self, question: Callable[[SyncPrefectClient], T]) -> T:
         """Ask until there is an answer. What is asked must be safe to repeat."""
-        import httpx  # noqa: PLC0415
-        from prefect.exceptions import PrefectHTTPStatusError  # noqa: PLC0415
+        import httpx
+        from prefect.exceptions import PrefectHTTPStatusError
 
         def is_passing(error: BaseException) -> bool:
             if isinstance(error, PrefectHTTPStatusError):

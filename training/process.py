@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _train(write: Callable[[bytes], Any]) -> None:
-    from training.session import train_range  # noqa: PLC0415 - torch, only after the guards are up
+    from training.session import train_range  # torch, only after the guards are up
 
     with os.fdopen(0, "rb", buffering=0, closefd=False) as stdin:
         spec = RangeSpec.model_validate_json(stdin.readline())
@@ -75,8 +75,8 @@ def _train(write: Callable[[bytes], Any]) -> None:
 
 
 def _check(question: dict[str, Any]) -> dict[str, Any]:
-    from training.checkpoint.tree import flatten  # noqa: PLC0415
-    from training.trainer import Trainer  # noqa: PLC0415
+    from training.checkpoint.tree import flatten
+    from training.trainer import Trainer
 
     trainer = Trainer(parse_config(question["config"]), _folder(question))
     flatten(trainer.state.capture())
@@ -90,9 +90,9 @@ def _check(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(question: dict[str, Any]) -> dict[str, Any]:
-    from training.checkpoint.restore import restore_newest  # noqa: PLC0415
-    from training.state import apply_model  # noqa: PLC0415
-    from training.trainer import Trainer  # noqa: PLC0415
+    from training.checkpoint.restore import restore_newest
+    from training.state import apply_model
+    from training.trainer import Trainer
 
     restored, _, _ = restore_newest(open_store(question["store_url"]), question["run"])
     if restored is None:

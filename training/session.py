@@ -68,7 +68,7 @@ def train_range(
         position = _resume(trainer, restored, config, data_version)
         report(
             Restored(
-                checkpoint=restored.checkpoint.ref if restored else None,
+                checkpoint=restored.checkpoint.ref if restored is not None else None,
                 position=position,
                 skipped=_differences(restored, expected),
                 seconds=time.perf_counter() - started,
@@ -131,8 +131,8 @@ def _resume(
 
 
 def _differences(restored: RestoredState | None, expected: Ref | None) -> tuple[Skipped, ...]:
-    skipped = restored.skipped if restored else ()
-    found = restored.checkpoint.ref if restored else None
+    skipped = restored.skipped if restored is not None else ()
+    found = restored.checkpoint.ref if restored is not None else None
     if expected is not None and (
         found is None or (expected.token, expected.sequence) > (found.token, found.sequence)
     ):

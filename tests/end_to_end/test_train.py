@@ -50,7 +50,7 @@ print(train_range(config, sys.argv[2], "straight", data_folder=Path(sys.argv[3])
 @pytest.fixture(scope="module")
 def straight_digest(tmp_path_factory: pytest.TempPathFactory, stack_settings: Settings) -> str:
     """State digest of the same training in one process, with neither Prefect nor MLflow, never interrupted."""
-    from tasks.data import ensure_data  # noqa: PLC0415
+    from tasks.data import ensure_data
 
     version = ensure_data(stack_settings.home, "data/mnist")
     store = tmp_path_factory.mktemp("straight") / "store"

@@ -119,7 +119,7 @@ def test_buffers_that_are_reused_never_leak_one_save_into_another(slow: tuple[Ru
             checkpointer.save({"weight": weight})
             expected.append(weight.clone())
             weight.mul_(1)
-    from training.checkpoint.restore import restore_checkpoint  # noqa: PLC0415
+    from training.checkpoint.restore import restore_checkpoint
 
     for sequence, state in enumerate(expected):
         assert bits(restore_checkpoint(store, 1, sequence)["weight"]) == bits(state)

@@ -125,8 +125,8 @@ def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -
 def _train(
     config: JobConfig, store: Path, data: Path, cut: dict[str, int | None], scratch: str, answer: Any
 ) -> None:
-    from training.session import train_range  # noqa: PLC0415
-    from training.trainer import Trainer  # noqa: PLC0415
+    from training.session import train_range
+    from training.trainer import Trainer
 
     tempfile.tempdir = scratch
     steps, batches = 0, 0

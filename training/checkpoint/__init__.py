@@ -37,6 +37,6 @@ def __getattr__(name: str) -> Any:
     """Load the half that needs torch on first use: the supervisor must start in a blink."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # noqa: PLC0415
+    import importlib
 
     return getattr(importlib.import_module(_LAZY[name]), name)
