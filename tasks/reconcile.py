@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from infra.mlflow_checkpoints import Registered
@@ -211,7 +212,7 @@ class Reconciler:
         for record in (attempt, self._parent):
             self._logged.setdefault(record.id, MetricLog(runs, record)).log(points)
         checkpoints.finalize(entry)  # the registration's commit
-        self._checkpoints[place] = _ready(entry)
+        self._checkpoints[place] = replace(entry, ready=True)
         self._registered += 1
 
     def _link_inputs(self, lineage: Lineage) -> None:
@@ -232,8 +233,8 @@ class Reconciler:
             if reason is None and not self._store.exists(manifest_key(*place)):
                 reason = "its manifest is no longer in the store"
             if reason:
-                self._registry.checkpoints.mark_void(entry, reason)
-                self._checkpoints[place] = _void(entry, reason)
+                self._registry.checkpoints.markreplace(entry, void=reason)
+                self._checkpoints[place] = replace(entry, void=reason)
 
     def _set_statuses(self, lineage: Lineage, ended: Mapping[int, Ended], *, final: bool) -> None:
         newest = max((attempt.token for attempt in lineage.attempts), default=0)
@@ -267,11 +268,3 @@ def _fingerprint(store: Store) -> object:
     newest = max(claims | seals, default=0)
     older = max((token for token in seals if token < newest), default=0)  # of a claim without a seal
     return sorted(claims), sorted(seals), sequences(store, newest), sequences(store, older)
-
-
-def _ready(entry: Registered) -> Registered:
-    return Registered(**{**vars(entry), "ready": True})
-
-
-def _void(entry: Registered, reason: str) -> Registered:
-    return Registered(**{**vars(entry), "void": reason})
