@@ -233,7 +233,7 @@ class Reconciler:
             if reason is None and not self._store.exists(manifest_key(*place)):
                 reason = "its manifest is no longer in the store"
             if reason:
-                self._registry.checkpoints.markreplace(entry, void=reason)
+                self._registry.checkpoints.mark_void(entry, reason)
                 self._checkpoints[place] = replace(entry, void=reason)
 
     def _set_statuses(self, lineage: Lineage, ended: Mapping[int, Ended], *, final: bool) -> None:
