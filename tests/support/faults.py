@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from training.checkpoint.store import Buffer, ObjectInfo, Store
+from training.checkpoint.store import Aged, Buffer, ObjectInfo, Store, Unfinished
 
 ROOT = Path(__file__).resolve().parents[2]
 Rule = Callable[[str, str], None]
@@ -63,6 +64,18 @@ class RuledStore:
     def delete(self, key: str) -> None:
         self._ask("delete", key)
         self.inner.delete(key)
+
+    def ages(self, prefix: str) -> builtins.list[Aged]:
+        self._ask("ages", prefix)
+        return self.inner.ages(prefix)
+
+    def unfinished(self) -> builtins.list[Unfinished]:
+        self._ask("unfinished", "")
+        return self.inner.unfinished()
+
+    def abort(self, unfinished: Unfinished) -> None:
+        self._ask("abort", unfinished.key)
+        self.inner.abort(unfinished)
 
 
 class Gate:

@@ -5,18 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, Store, put_document
+from training.checkpoint.store.base import (
+    Aged,
+    Buffer,
+    NotFound,
+    ObjectInfo,
+    Store,
+    Unfinished,
+    put_document,
+)
 from training.checkpoint.store.local import LocalStore
 from training.checkpoint.store.memory import MemoryStore
 from training.errors import Invalid
 
 __all__ = [
+    "Aged",
     "Buffer",
     "LocalStore",
     "MemoryStore",
     "NotFound",
     "ObjectInfo",
     "Store",
+    "Unfinished",
     "open_store",
     "put_document",
 ]
@@ -25,7 +35,10 @@ _memory_stores: dict[str, MemoryStore] = {}
 
 
 def open_store(url: str | Path) -> Store:
-    """Open a store by its address: a folder, `file:///folder`, or `memory://name` (of this process).
+    """Open a store by its address: a folder, `file:///folder`, `s3://bucket/prefix` or `memory://name`.
+
+    S3 is asked again when it does not answer. A folder is not: its errors (no space, a broken disk) do not go away
+    in a minute, and a network file system retries in the kernel.
 
     Raises:
         Invalid: the scheme is not one of these.
@@ -37,4 +50,9 @@ def open_store(url: str | Path) -> Store:
         return LocalStore(unquote(parts.path))
     if parts.scheme == "memory":
         return _memory_stores.setdefault(str(url), MemoryStore(str(url)))
-    raise Invalid(f"no store for {url!r}", hint="use a folder, file:///folder or memory://name")
+    if parts.scheme == "s3":
+        from training.checkpoint.store.retry import RetryingStore
+        from training.checkpoint.store.s3 import S3Store
+
+        return RetryingStore(S3Store(str(url)))
+    raise Invalid(f"no store for {url!r}", hint="use a folder, file:///folder, s3://bucket/prefix or memory://name")

@@ -6,6 +6,7 @@ the call returns. No method reads a cached listing.
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -27,6 +28,28 @@ class ObjectInfo(NamedTuple):
 
     key: str
     size_bytes: int
+
+
+class Aged(NamedTuple):
+    """One row of a listing with ages."""
+
+    key: str
+    size_bytes: int
+    age_seconds: float
+
+
+class Unfinished(NamedTuple):
+    """A write that was begun and has not been finished: by a process that died, or by one that is still at it.
+
+    Attributes:
+        name: what the store calls it: a temporary file, the id of a multipart upload.
+        key: the object that it would have become, or its folder where only that is known.
+        age_seconds: since it was begun, by the store's own clock.
+    """
+
+    name: str
+    key: str
+    age_seconds: float
 
 
 @runtime_checkable
@@ -64,6 +87,18 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove the object; nothing happens if there is none."""
+
+    def ages(self, prefix: str) -> builtins.list[Aged]:
+        """Like `list`, with the age of each object by the store's own clock, never by ours.
+
+        Only for the grace period of a collection: no decision about order or about who lives uses an age.
+        """
+
+    def unfinished(self) -> builtins.list[Unfinished]:
+        """Writes that have been begun and are not finished, sorted. Those of living writers are among them."""
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Remove what an unfinished write has left. Nothing happens if it is gone; a finished object stays."""
 
 
 def check_key(key: str) -> str:

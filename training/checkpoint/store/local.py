@@ -6,6 +6,7 @@ any POSIX file system, NFS included), fsync of the folder.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import os
@@ -14,7 +15,15 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key, check_prefix
+from training.checkpoint.store.base import (
+    Aged,
+    Buffer,
+    NotFound,
+    ObjectInfo,
+    Unfinished,
+    check_key,
+    check_prefix,
+)
 from training.errors import Corrupt, Invalid, Unavailable
 
 _TEMPORARY = ".tmp-"
@@ -53,14 +62,8 @@ class LocalStore:
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """See `Store.list`."""
-        found = []
-        for folder, _, names in os.walk(self.folder / check_prefix(prefix), onerror=self._cannot_list):
-            for name in names:
-                if not name.startswith(_TEMPORARY):
-                    path = Path(folder, name)
-                    with contextlib.suppress(FileNotFoundError):  # deleted while we were looking
-                        found.append(ObjectInfo(path.relative_to(self.folder).as_posix(), path.stat().st_size))
-        return sorted(found)
+        rows = self._walk(check_prefix(prefix), temporary=False)
+        return sorted(ObjectInfo(key, stat.st_size) for key, stat in rows)
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
@@ -68,6 +71,45 @@ class LocalStore:
         path.unlink(missing_ok=True)
         if path.parent.is_dir():
             _fsync_folder(path.parent)
+
+    def ages(self, prefix: str) -> builtins.list[Aged]:
+        """See `Store.ages`. An object is as old as its last written byte."""
+        rows = list(self._walk(check_prefix(prefix), temporary=False))
+        now = self._now() if rows else 0.0
+        return sorted(Aged(key, stat.st_size, now - stat.st_mtime) for key, stat in rows)
+
+    def unfinished(self) -> builtins.list[Unfinished]:
+        """See `Store.unfinished`: temporary files. Only the folder of the object is known, not its name."""
+        rows = list(self._walk("", temporary=True))
+        now = self._now() if rows else 0.0
+        return sorted(Unfinished(name, name.rpartition("/")[0], now - stat.st_mtime) for name, stat in rows)
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """See `Store.abort`."""
+        folder, _, name = unfinished.name.rpartition("/")
+        if not name.startswith(_TEMPORARY):
+            raise Invalid(f"{unfinished.name!r} is no temporary file of a store")
+        (self.folder / check_prefix(f"{folder}/" if folder else "") / name).unlink(missing_ok=True)
+
+    def _walk(self, prefix: str, *, temporary: bool) -> Iterator[tuple[str, os.stat_result]]:
+        for folder, _, names in os.walk(self.folder / prefix, onerror=self._cannot_list):
+            for name in names:
+                if name.startswith(_TEMPORARY) is temporary:
+                    path = Path(folder, name)
+                    with contextlib.suppress(FileNotFoundError):  # deleted while we were looking
+                        yield path.relative_to(self.folder).as_posix(), path.stat()
+
+    def _now(self) -> float:
+        """The file system's clock, which on a network is not ours: the time of a file written just now."""
+        path = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            path.touch(exist_ok=False)
+            return path.stat().st_mtime
+        except OSError as error:
+            raise self._explain(error, path, 0) from error
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def _cannot_list(self, error: OSError) -> None:
         """What is not there is empty; what cannot be read is not."""

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from training.checkpoint.store.base import Buffer, NotFound, ObjectInfo, check_key, check_prefix
+from training.checkpoint.store.base import (
+    Aged,
+    Buffer,
+    NotFound,
+    ObjectInfo,
+    Unfinished,
+    check_key,
+    check_prefix,
+)
 from training.errors import Corrupt
 
 
 class MemoryStore:
-    """Objects in a dict, one lock around it."""
+    """Objects in a dict, one lock around it. `clock` counts seconds, for the ages of objects."""
 
-    def __init__(self, url: str = "memory://") -> None:
+    def __init__(self, url: str = "memory://", clock: Callable[[], float] = time.monotonic) -> None:
         self.url = url
+        self._clock = clock
+        self._opened_at = clock()
         self._objects: dict[str, bytes] = {}
+        self._written_at: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
@@ -29,6 +42,7 @@ class MemoryStore:
             if check_key(key) in self._objects:
                 return False
             self._objects[key] = bytes(data)
+            self._written_at[key] = self._clock()
             return True
 
     def get(self, key: str) -> bytes:
@@ -57,3 +71,15 @@ class MemoryStore:
         """See `Store.delete`."""
         with self._lock:
             self._objects.pop(check_key(key), None)
+
+    def ages(self, prefix: str) -> builtins.list[Aged]:
+        """See `Store.ages`."""
+        rows, now = self.list(prefix), self._clock()
+        return [Aged(key, size, now - self._written_at.get(key, self._opened_at)) for key, size in rows]
+
+    def unfinished(self) -> builtins.list[Unfinished]:
+        """See `Store.unfinished`; a write to memory is done at once."""
+        return []
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """See `Store.abort`."""
