@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from training.errors import Invalid, Unavailable
 PREFIX = "RETOMA_"
 LOOPBACK = "127.0.0.1"
 CHECKPOINT_SCHEMES = ("file", "s3", "memory")
+_PASSWORD = re.compile(r"//[^/@\s]*@")
 
 # Each tool has its own switch, and MLflow obeys DO_NOT_TRACK only when it is spelt `true`.
 TELEMETRY_OFF: Mapping[str, str] = {
@@ -55,7 +57,7 @@ class StackPorts(Frozen):
 class Settings(BaseSettings):
     """All that differs between a laptop and a cluster. Build it with `load_settings()`."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     home: Path = Field(default_factory=lambda: find_home(Path.cwd()), description="the project's root")
     state_dir: Path = Field(
@@ -69,6 +71,8 @@ class Settings(BaseSettings):
     )
     prefect_api_url: str | None = Field(None, description="a Prefect server elsewhere; else the local one")
     mlflow_url: str | None = Field(None, description="an MLflow server elsewhere; else the local one")
+    s3_endpoint_url: str | None = Field(None, description="an S3 server that is not AWS; else AWS's own settings")
+    s3_region: str | None = Field(None, pattern=r"^[a-z0-9\-]+$", description="else AWS's own settings")
     mlflow_experiment: str = Field("retoma", min_length=1)
     cpu_limit: int = Field(4, ge=1, description="flow runs at once on the local `cpu` worker")
     gpu_limit: int = Field(1, ge=1, description="flow runs at once on the local `gpu` worker")
@@ -87,11 +91,13 @@ class Settings(BaseSettings):
         scheme = urlsplit(url).scheme if "://" in url else ""
         if scheme and scheme not in CHECKPOINT_SCHEMES:
             raise ValueError(f"scheme {scheme!r} is none of {', '.join(CHECKPOINT_SCHEMES)}")
+        if "@" in urlsplit(url).netloc:
+            raise ValueError("credentials come from AWS's provider chain, never from a URL")
         if scheme == "file":
             return unquote(urlsplit(url).path)
         return url.rstrip("/") if scheme else str(Path(url).expanduser().absolute())
 
-    @field_validator("prefect_api_url", "mlflow_url")
+    @field_validator("prefect_api_url", "mlflow_url", "s3_endpoint_url")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
         if url is None:
@@ -99,6 +105,13 @@ class Settings(BaseSettings):
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError("must start with http:// or https://")
         return url.rstrip("/")
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        if url and "@" in urlsplit(url).netloc:
+            raise ValueError("credentials come from AWS's provider chain, never from a URL")
+        return url
 
     @property
     def stack_file(self) -> Path:
@@ -133,7 +146,7 @@ class Settings(BaseSettings):
         return f"{self.checkpoints_url}/{run}"
 
     def variables(self) -> dict[str, str]:
-        """What every process that uses Prefect, MLflow or DVC needs in its environment.
+        """What every process that uses Prefect, MLflow, DVC or an S3 store needs in its environment.
 
         Raises:
             Unavailable: a server's URL is not known yet.
@@ -150,7 +163,17 @@ class Settings(BaseSettings):
             # the default waits 246 s for a server that is away
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": str(self.mlflow_timeout_seconds),
+            **self._s3_variables(),
         }
+
+    def _s3_variables(self) -> dict[str, str]:
+        """Ours for ourselves, AWS's for every client of S3. Credentials are AWS's matter alone."""
+        found: dict[str, str] = {}
+        if self.s3_endpoint_url:
+            found |= dict.fromkeys(("RETOMA_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"), self.s3_endpoint_url)
+        if self.s3_region:  # boto3 reads the last of these names, other clients the one before
+            found |= dict.fromkeys(("RETOMA_S3_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"), self.s3_region)
+        return found
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """Whole environment of a child process: `base` (default: ours) with `variables()` on top.
@@ -233,4 +256,4 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 def _explain(problem: Any) -> str:
     name = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
-    return f"{name}: {problem['msg']}, got {problem['input']!r}"
+    return f"{name}: {problem['msg']}, got {_PASSWORD.sub('//***@', repr(problem['input']))}"

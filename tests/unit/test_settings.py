@@ -157,3 +157,45 @@ def test_a_child_reads_the_same_settings(tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in settings.variables().items():
         monkeypatch.setenv(name, value)
     assert load_settings() == settings
+
+
+def test_every_client_of_s3_gets_the_endpoint_and_the_region(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local(tmp_path, monkeypatch)
+    monkeypatch.setenv("RETOMA_S3_ENDPOINT_URL", "http://127.0.0.1:8333/")
+    monkeypatch.setenv("RETOMA_S3_REGION", "eu-central-1")
+    child = load_settings().environment({"AWS_ACCESS_KEY_ID": "key", "AWS_REGION": "us-east-1"})
+    assert child["AWS_ENDPOINT_URL_S3"] == "http://127.0.0.1:8333"
+    assert child["AWS_REGION"] == child["AWS_DEFAULT_REGION"] == "eu-central-1"
+    assert child["AWS_ACCESS_KEY_ID"] == "key"
+    for name, value in child.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings().s3_endpoint_url == "http://127.0.0.1:8333"
+    assert load_settings().s3_region == "eu-central-1"
+
+
+def test_without_s3_settings_what_the_user_has_set_for_aws_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = local(tmp_path, monkeypatch)
+    assert not [name for name in settings.variables() if name.startswith("AWS_")]
+    shell = {"AWS_REGION": "us-west-2", "AWS_ENDPOINT_URL_S3": "http://elsewhere"}
+    assert settings.environment(shell).items() >= shell.items()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RETOMA_CHECKPOINTS_URL", "s3://name:hushhush@bucket/x"),
+        ("RETOMA_S3_ENDPOINT_URL", "http://name:hushhush@host"),
+        ("RETOMA_S3_REGION", "not a region"),
+    ],
+)
+def test_a_password_in_a_url_is_neither_accepted_nor_repeated(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(Invalid, match=variable) as caught:
+        load_settings()
+    assert "hushhush" not in f"{caught.value} {caught.value.__cause__}"

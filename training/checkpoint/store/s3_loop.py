@@ -29,7 +29,7 @@ class _Shared:
 
 _shared = _Shared()
 # Only the forking thread lives on in the child: the loop's thread does not, nor whoever held the lock.
-os.register_at_fork(after_in_child=lambda: _shared.__init__())  # type: ignore[misc]
+os.register_at_fork(after_in_child=_shared.__init__)  # type: ignore[misc]
 
 
 def background_loop() -> asyncio.AbstractEventLoop:
