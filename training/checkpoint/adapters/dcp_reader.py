@@ -131,7 +131,7 @@ class RetomaReader(StorageReader):
             if isinstance(source, IncrementalCheckpointer):
                 found = source.restore()
             else:
-                found = restore_newest(source, _run(source))[0]
+                found = restore_newest(source, _run(source))
             if found is None:
                 raise Invalid("the store holds no checkpoint to load", hint="save one first, or check the address")
             return found
