@@ -61,7 +61,7 @@ def a_state(seed: int = 0) -> dict[str, Any]:
 def imported(source: Path, **options: Any) -> Any:
     store = MemoryStore()
     import_checkpoint(store, source, run="run-1", **options)
-    restored = restore_newest(store, "run-1")[0]
+    restored = restore_newest(store, "run-1")
     assert restored is not None
     return restored
 

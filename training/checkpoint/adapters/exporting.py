@@ -105,7 +105,7 @@ def _restore(store: Store, checkpoint: tuple[int, int] | None) -> RestoredState:
         raise Invalid(f"{store.url} holds no run", hint="retoma runs lists them")
     if checkpoint is not None:
         return restore_checkpoint(store, *checkpoint, run)
-    restored = restore_newest(store, run)[0]
+    restored = restore_newest(store, run)
     if restored is None:
         raise Invalid(f"run {run} has no checkpoint yet", hint=f"retoma show {run}", run=run)
     return restored
