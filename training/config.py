@@ -31,9 +31,20 @@ class Frozen(BaseModel):
 class CheckpointConfig(Frozen):
     """When to save and how. A save also happens at the end of every epoch."""
 
-    every_steps: int = Field(50, ge=0, description="optimizer steps between saves; 0: at epoch ends only")
-    deltas_per_base: int = Field(8, ge=0, description="after this many deltas comes a new base")
+    every_steps: int | Literal["auto"] = Field(
+        50, ge=0, description="optimizer steps between saves; 0: at epoch ends only; auto: by cost and failures"
+    )
+    every_seconds: float | None = Field(None, gt=0, description="save when so much time has passed, too")
+    deltas_per_base: int | None = Field(None, ge=0, description="most deltas after a base; default: by their cost")
+    restore_seconds: float | None = Field(None, gt=0, description="how long a restore may take")
+    bounded: Literal["int8", "int4"] | None = Field(
+        None, description="deltas with a bounded error; a resume is not bit-exact then"
+    )
+    bound: float | None = Field(None, gt=0, description="of an element, relative to the largest of its tensor")
+    on_busy: Literal["wait", "skip"] = Field("wait", description="when the save before is still in flight")
+    max_failed_saves: int = Field(3, ge=0, description="in a row, with the store away; one more ends the attempt")
     encode_threads: int = Field(1, ge=1, le=64, description="threads that compress beside the training")
+    upload_threads: int = Field(2, ge=1, le=64, description="packs that are written at once")
 
 
 class SupervisorConfig(Frozen):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from training.cadence import Cadence
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Health, MetricPoint, Position
-from training.errors import Diverged, Preempted, Unavailable
+from training.errors import Diverged, Preempted
 from training.ports import Beat, Message
 from training.trainer import Trainer
 
 _BEAT_SECONDS = 0.2
-_FAILED_SAVES_LIMIT = 3
 
 
 def train_epochs(
@@ -26,6 +26,7 @@ def train_epochs(
     stop: int,
     report: Callable[[Message], None],
     should_stop: Callable[[], bool] = lambda: False,
+    cadence: Cadence | None = None,
 ) -> tuple[Position, dict[str, float]]:
     """Train from `position` until epoch `stop` begins; every step of the way is resumable.
 
@@ -36,6 +37,7 @@ def train_epochs(
         stop: first epoch that is not trained.
         report: receives beats.
         should_stop: asked after each step; true ends the range early, after a save.
+        cadence: says when to save within an epoch; default: by the configuration, knowing of no failures.
 
     Returns:
         The position at `stop`, and the metrics of the last evaluation; everything is committed.
@@ -49,11 +51,11 @@ def train_epochs(
     saver = _Saver(trainer, checkpointer)
     progress = _Progress(report, position)
     metrics: dict[str, float] = {}
-    every_steps = trainer.config.checkpoint.every_steps
+    cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
     while position.epoch < stop:
         epoch = position.epoch
         if trainer.config.loader_workers:
-            saver.settle()  # forking while the encoder holds a lock could hang a worker
+            checkpointer.settle()  # forking while the encoder holds a lock could hang a worker
         batches = trainer.batches(position)
         stopping = False
         while position.epoch == epoch and not stopping:
@@ -61,13 +63,15 @@ def train_epochs(
             position = trainer.schedule.after(position)
             saver.log(position, loss)
             progress.step(position, loss)
+            cadence.step()
             stopping = should_stop()
-            due = stopping or (every_steps and position.step % every_steps == 0)
-            if due and position.epoch == epoch:
-                saver.save(position, loss)
+            if (stopping or cadence.due(position.step)) and position.epoch == epoch:
+                if stopping:
+                    checkpointer.settle()  # the last one is never skipped
+                cadence.saved(saver.save(position, loss, interval=cadence.explain()))
         if position.epoch > epoch:
             metrics = trainer.evaluate()
-            saver.save(position, loss, metrics)
+            cadence.saved(saver.save(position, loss, metrics, cadence.explain()))
         if stopping and position.epoch < stop:
             checkpointer.wait()
             raise Preempted(f"asked to stop; epoch {position.epoch}, step {position.step} is committed")
@@ -76,14 +80,12 @@ def train_epochs(
 
 
 class _Saver:
-    """Collects metrics between saves, refuses to publish what is not finite, and bears a failed save or two."""
+    """Collects metrics between saves, and refuses to publish what is not finite."""
 
     def __init__(self, trainer: Trainer, checkpointer: IncrementalCheckpointer) -> None:
         self._trainer = trainer
         self._checkpointer = checkpointer
         self._points: list[MetricPoint] = []
-        self._in_flight: list[MetricPoint] = []
-        self._failures = 0
 
     def log(self, position: Position, loss: Tensor) -> None:
         """Keep the loss of every n-th step. Counted by step, so that a resumed run logs the same ones."""
@@ -91,35 +93,28 @@ class _Saver:
             values = {"train/loss": _finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
             self._points.append(MetricPoint(step=position.step, values=values))
 
-    def save(self, position: Position, loss: Tensor, metrics: dict[str, float] | None = None) -> None:
-        """Start a save. A failure of the one before is counted, and its metrics go with this one."""
+    def save(
+        self,
+        position: Position,
+        loss: Tensor,
+        metrics: dict[str, float] | None = None,
+        interval: dict[str, Any] | None = None,
+    ) -> float | None:
+        """Start a save. Returns the seconds that training waited for it; None if it was skipped."""
         value = _finite(loss, position)
         if metrics:
             values = {f"eval/{name}": number for name, number in metrics.items() if math.isfinite(number)}
             self._points.append(MetricPoint(step=position.step, values=values))
-        self.settle()
-        self._checkpointer.save(
+            self._checkpointer.settle()  # the end of an epoch is never skipped
+        points, self._points = self._points, []
+        return self._checkpointer.save(
             self._trainer.state.capture(),
             position=position,
-            metrics=self._points,
+            metrics=points,
             meta={"metrics": metrics or {}},
             health=Health(finite=True, loss=value),
+            interval=interval,
         )
-        self._in_flight, self._points = self._points, []
-
-    def settle(self) -> None:
-        """Wait for the save in flight; a store that does not answer is forgiven a few times."""
-        try:
-            self._checkpointer.wait()
-        except Unavailable as error:
-            self._failures += 1
-            if self._failures >= _FAILED_SAVES_LIMIT:
-                raise
-            print(f"save failed, training goes on: {error}", file=sys.stderr, flush=True)  # noqa: T201
-            self._points = self._in_flight + self._points
-        else:
-            self._failures = 0
-        self._in_flight = []
 
 
 class _Progress:

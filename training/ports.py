@@ -60,6 +60,15 @@ class Saved(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)  # of an evaluation, at epoch ends
 
 
+class SaveFailed(Frozen):
+    """A save failed, the training goes on: the next one is taken against the last that was committed."""
+
+    kind: Literal["save_failed"] = "save_failed"
+    error: str
+    message: str
+    failures_in_a_row: int
+
+
 class Done(Frozen):
     """The range is complete and its last checkpoint committed."""
 
@@ -83,7 +92,7 @@ class Failed(Frozen):
         return error_of_kind(self.error, self.message, hint=self.hint)
 
 
-Message = Annotated[Restored | Beat | Saved | Done | Failed, Field(discriminator="kind")]
+Message = Annotated[Restored | Beat | Saved | SaveFailed | Done | Failed, Field(discriminator="kind")]
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)
 
 

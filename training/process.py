@@ -94,7 +94,7 @@ def _evaluate(question: dict[str, Any]) -> dict[str, Any]:
     from training.state import apply_model
     from training.trainer import Trainer
 
-    restored, _, _ = restore_newest(open_store(question["store_url"]), question["run"])
+    restored = restore_newest(open_store(question["store_url"]), question["run"])
     if restored is None:
         raise Invalid(f"run {question['run']} has no checkpoint to evaluate", run=question["run"])
     trainer = Trainer(parse_config(question["config"]), _folder(question))

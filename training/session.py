@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from training.cadence import Cadence, Failures
+from training.checkpoint.bounded import BoundedCodec
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Committed, Manifest, Position, Ref, manifest_key
 from training.checkpoint.restore import RestoredState
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped
-from training.config import JobConfig, differences, digest_of
-from training.errors import Corrupt, Invalid
+from training.config import CheckpointConfig, JobConfig, differences, digest_of
+from training.errors import Corrupt, Invalid, RetomaError
+from training.failures import observe_failures
 from training.loop import train_epochs
-from training.ports import Done, Message, Restored, Saved
+from training.ports import Done, Message, Restored, Saved, SaveFailed
 from training.trainer import Trainer
 
 
@@ -56,11 +60,11 @@ def train_range(
         store,
         run=run,
         token=token,
-        deltas_per_base=config.checkpoint.deltas_per_base,
-        encode_threads=config.checkpoint.encode_threads,
+        **checkpoint_options(config.checkpoint),
         job=describe(config),
         data=data_version,
         on_saved=lambda committed: report(_saved(committed)),
+        on_failed=lambda error, failures: report(_save_failed(error, failures)),
     )
     with checkpointer:
         checkpointer.check(trainer.state.capture())
@@ -77,7 +81,8 @@ def train_range(
             )
         )
         last = config.epochs if stop is None else min(stop, config.epochs)
-        position, metrics = train_epochs(trainer, checkpointer, position, last, report, should_stop)
+        cadence = _cadence(config, checkpointer, time.perf_counter() - started)
+        position, metrics = train_epochs(trainer, checkpointer, position, last, report, should_stop, cadence)
         head = checkpointer.head
     if head is None:
         raise Invalid(f"nothing to train: the range ends at epoch {last}")
@@ -89,6 +94,20 @@ def train_range(
     )
     report(done)
     return done
+
+
+def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
+    """The part of the configuration that goes to the engine as it is."""
+    names = {
+        "deltas_per_base",
+        "restore_seconds",
+        "on_busy",
+        "max_failed_saves",
+        "encode_threads",
+        "upload_threads",
+    }
+    bounded = BoundedCodec(config.bounded, config.bound) if config.bounded is not None else None
+    return {**config.model_dump(include=names), "bounded": bounded}
 
 
 def describe(config: JobConfig) -> dict[str, Any]:
@@ -117,6 +136,13 @@ def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[
         )
 
 
+def _cadence(config: JobConfig, checkpointer: IncrementalCheckpointer, start_seconds: float) -> Cadence:
+    failures = Failures()
+    if config.checkpoint.every_steps == "auto" and checkpointer.token is not None:
+        failures = observe_failures(checkpointer.store, checkpointer.token)
+    return Cadence(config.checkpoint, checkpointer, failures, start_seconds)
+
+
 def _resume(
     trainer: Trainer, restored: RestoredState | None, config: JobConfig, data_version: Mapping[str, Any] | None
 ) -> Position:
@@ -139,6 +165,11 @@ def _differences(restored: RestoredState | None, expected: Ref | None) -> tuple[
         key = manifest_key(expected.token, expected.sequence)
         skipped += (Skipped(key=key, reason=f"registered, but the store's newest intact checkpoint is {found}"),)
     return skipped
+
+
+def _save_failed(error: RetomaError, failures: int) -> SaveFailed:
+    print(f"save failed ({failures} in a row): {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log
+    return SaveFailed(error=error.kind, message=error.message, failures_in_a_row=failures)
 
 
 def _saved(committed: Committed) -> Saved:

@@ -66,7 +66,7 @@ def zoo(seed: int) -> dict[str, Any]:
 def test_every_dtype_and_layout_comes_back_through_a_base_and_deltas() -> None:
     store = MemoryStore()
     expected = []
-    with IncrementalCheckpointer(store, encode_threads=4) as checkpointer:
+    with IncrementalCheckpointer(store, deltas_per_base=8, encode_threads=4) as checkpointer:
         for seed in (1, 2, 2, 3):
             checkpointer.save(zoo(seed))
             expected.append(bits(zoo(seed)))

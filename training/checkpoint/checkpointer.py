@@ -18,20 +18,24 @@ from datetime import UTC, datetime
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from training.checkpoint.bounded import BoundedCodec
+from training.checkpoint.choices import Choices
 from training.checkpoint.codec import release_gil
 from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
 from training.checkpoint.draft import Draft
-from training.checkpoint.manifest import Committed, Health, MetricPoint, Position
-from training.checkpoint.pack import PackWriter, Reference, write_packs
-from training.checkpoint.restore import RestoredState, restore_checkpoint, restore_newest
-from training.checkpoint.snapshot import SnapshotBuffers
+from training.checkpoint.encode import Reference
+from training.checkpoint.manifest import Committed, Health, MetricPoint, PackName, Position
+from training.checkpoint.pack import PackWriter, write_packs
+from training.checkpoint.policy import ChainPolicy
+from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint
+from training.checkpoint.snapshot import BufferPair
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
 from training.checkpoint.tree import flatten
-from training.errors import Fenced, Invalid
+from training.errors import Fenced, Invalid, RetomaError, Unavailable
 
 DEFAULT_RUN = "default"
 
@@ -47,11 +51,18 @@ class IncrementalCheckpointer:
         interval: epochs between checkpoints, for `due(epoch)`. `save` and `save_checkpoint` always save.
         run: name of the run; default: the one that the store holds.
         token: a token that the caller has claimed for this attempt; default: claim one.
-        deltas_per_base: after this many deltas follows a base. Bounds the time of a restore.
+        deltas_per_base: at most so many deltas after a base; default: decided by what they cost to restore.
+        restore_seconds: how long a restore may take; a base follows before a chain would take longer.
+        bounded: `int8` or `int4`: deltas with a bounded error, see `BoundedCodec`. A resume is not bit-exact then.
+        on_busy: what `save` does while the one before is in flight: `wait` for it, or `skip` and return None.
+        max_failed_saves: so many failed saves in a row, with the store not answering, are told to `on_failed` only;
+            the next one is raised. 0: the first one is raised, by the next call.
         encode_threads: threads that compress in the background.
+        upload_threads: threads that put packs.
         job, data: JSON that every manifest repeats: the job's identity and the data version.
         who: JSON for the claim: who made this attempt.
         on_saved: called in the background with each committed checkpoint.
+        on_failed: called with each failed save, and how many in a row have failed.
         clock: seconds since the epoch; informational timestamps only.
     """
 
@@ -62,36 +73,51 @@ class IncrementalCheckpointer:
         *,
         run: str | None = None,
         token: int | None = None,
-        deltas_per_base: int = 8,
+        deltas_per_base: int | None = None,
+        restore_seconds: float | None = None,
+        bounded: Literal["int8", "int4"] | BoundedCodec | None = None,
+        on_busy: Literal["wait", "skip"] = "wait",
+        max_failed_saves: int = 0,
         encode_threads: int = 1,
+        upload_threads: int = 2,
         job: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
         who: Mapping[str, Any] | None = None,
         on_saved: Callable[[Committed], None] | None = None,
+        on_failed: Callable[[RetomaError, int], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if interval < 1 or deltas_per_base < 0 or encode_threads < 1:
-            raise Invalid("interval and encode_threads must be at least 1, deltas_per_base at least 0")
+        if interval < 1 or encode_threads < 1 or upload_threads < 1:
+            raise Invalid("interval, encode_threads and upload_threads must be at least 1")
+        if min(deltas_per_base or 0, max_failed_saves) < 0 or on_busy not in ("wait", "skip"):
+            raise Invalid("deltas_per_base and max_failed_saves must be at least 0, on_busy wait or skip")
         self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
         self.interval = interval
-        self.deltas_per_base = deltas_per_base
         self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN
         self.token = token
         self.head: Committed | None = None
+        self.skipped_saves = self.failed_saves = 0
+        self._bounded = BoundedCodec(bounded) if isinstance(bounded, str) else bounded
+        self._skip_when_busy, self._max_failed_saves = on_busy == "skip", max_failed_saves
         self._job, self._data = plain_json(dict(job or {}), "job"), plain_json(dict(data or {}), "data")
         self._who = {"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")}
-        self._on_saved = on_saved
+        self._on_saved, self._on_failed = on_saved, on_failed
         self._clock = clock
         self._opened = self._closed = False
         self._opened_at: str | None = None  # told once: a seal that is put again must have the same bytes
+        self._opened_seconds = 0.0
         self._fenced: Fenced | None = None
         self._sequence = 0
+        self._failures_in_a_row = 0
         self._reference: Reference | None = None
-        self._spare: SnapshotBuffers | None = None  # free to be written
-        self._held: SnapshotBuffers | None = None  # backs the reference
-        self._pending: futures.Future[Committed] | None = None
+        self._policy = ChainPolicy(deltas_per_base, restore_seconds)
+        self._choices = Choices()
+        self._buffers = BufferPair()
+        self._pending: tuple[Draft, futures.Future[Committed]] | None = None
+        self._metrics: list[MetricPoint] = []  # of saves that failed or were skipped: they go with the next one
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
         self._encoders = futures.ThreadPoolExecutor(encode_threads, "retoma-encode")
+        self._uploaders = futures.ThreadPoolExecutor(upload_threads, "retoma-upload")
         release_gil()
 
     def restore(self) -> RestoredState | None:
@@ -124,35 +150,41 @@ class IncrementalCheckpointer:
         meta: Mapping[str, Any] | None = None,
         metrics: Iterable[MetricPoint] = (),
         health: Health | None = None,
-    ) -> float:
-        """Copy `state` and commit it in the background. Waits for the save before it, never for this one.
+        interval: Mapping[str, Any] | None = None,
+    ) -> float | None:
+        """Copy `state` and commit it in the background. Never waits for this save, at most for the one before.
 
         Args:
             state: nested dicts, lists and tuples of tensors, arrays and plain scalars.
             position: what comes next when a run resumes from here.
             base: write everything, whatever changed.
             meta: the caller's own JSON. NaN and infinities come back as the strings "NaN", "Infinity", "-Infinity".
-            metrics: values since the previous save.
+            metrics: values since the previous save. Those of a failed or skipped save go with the next one.
             health: whether the state is finite.
+            interval: JSON: how the caller chose to save now.
 
         Returns:
-            Seconds that the copy took.
+            Seconds that the copy took; None if it was skipped since the save before is in flight.
 
         Raises:
             Any error of the save before it, which is lost; the reference for deltas is unchanged.
+            Unavailable: only after more than `max_failed_saves` in a row.
             Fenced: final for this object.
             Invalid: the state cannot be saved; names the leaf. Or the object is closed.
         """
-        self.wait()
+        self._metrics.extend(metrics)
+        if self._skip_when_busy and self.busy:
+            self.skipped_saves += 1
+            return None
+        self.settle()
         if self._closed:
             raise Invalid("this checkpointer is closed", hint="make a new IncrementalCheckpointer")
         if not self._opened:
             self._open()
         plain_meta = plain_json(dict(meta or {}), "meta")
+        plain_interval = plain_json(dict(interval or {}), "interval")
         started = time.perf_counter()
-        buffers = self._spare or SnapshotBuffers()
-        self._spare = None
-        snapshot = buffers.take(state)
+        snapshot, buffers = self._buffers.take(state)
         stall_seconds = time.perf_counter() - started
         draft = Draft(
             snapshot=snapshot,
@@ -161,10 +193,12 @@ class IncrementalCheckpointer:
             stall_seconds=stall_seconds,
             base=base,
             meta=plain_meta,
-            metrics=tuple(metrics),
+            metrics=tuple(self._metrics),
             health=health or Health(),
+            interval=plain_interval,
         )
-        self._pending = self._saver.submit(self._write, draft)
+        self._metrics = []
+        self._pending = draft, self._saver.submit(self._write, draft)
         return stall_seconds
 
     def save_checkpoint(self, state: Mapping[str, Any], epoch: int, **meta: Any) -> None:
@@ -182,19 +216,45 @@ class IncrementalCheckpointer:
         """Whether `epoch` is a multiple of `interval`."""
         return epoch % self.interval == 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._pending is not None and not self._pending[1].done()
+
     def wait(self) -> Committed | None:
         """Wait until the save in flight is committed; raise its error if it failed. Returns the head."""
         if self._fenced is not None:
             raise self._fenced
-        if self._pending is not None:
-            futures.wait([self._pending])  # interrupted here, the save is still ours to wait for
-            pending, self._pending = self._pending, None
-            try:
-                pending.result()
-            except Fenced as error:
-                self._fenced = error
-                raise
+        if self._pending is None:
+            return self.head
+        futures.wait([self._pending[1]])  # interrupted here, the save is still ours to wait for
+        (draft, pending), self._pending = self._pending, None
+        try:
+            pending.result()
+        except Fenced as error:
+            self._fenced = error
+            raise
+        except RetomaError as error:
+            self._metrics = [*draft.metrics, *self._metrics]
+            self.failed_saves += 1
+            self._failures_in_a_row += 1
+            if self._on_failed is not None:
+                self._on_failed(error, self._failures_in_a_row)
+            raise
+        self._failures_in_a_row = 0
         return self.head
+
+    def settle(self) -> None:
+        """Like `wait`, but a store that does not answer is forgiven `max_failed_saves` times in a row."""
+        try:
+            self.wait()
+        except Unavailable as error:
+            if self._failures_in_a_row > self._max_failed_saves:
+                if self._failures_in_a_row > 1:
+                    error.message = (
+                        f"{self._failures_in_a_row} saves in a row failed; the last one: {error.message}"
+                    )
+                raise
 
     def close(self) -> None:
         """Wait for the save in flight, raise its error, and stop the background threads."""
@@ -216,8 +276,8 @@ class IncrementalCheckpointer:
 
     def _stop(self) -> None:
         self._closed = True
-        self._saver.shutdown()
-        self._encoders.shutdown()
+        for executor in (self._saver, self._encoders, self._uploaders):
+            executor.shutdown()
 
     def _open(self) -> RestoredState | None:
         """Claim, then look, restore, and seal what was really restored."""
@@ -229,24 +289,42 @@ class IncrementalCheckpointer:
             self.token = claim(self.store, self.run, self._who, self._opened_at)
         elif not self.store.exists(claim_key(self.token)):
             raise Invalid(f"token {self.token} was not claimed: nothing would fence it", run=self.run)
-        state, reference, skipped = restore_newest(self.store, self.run, before=self.token, notes=notes)
-        self.head = state.checkpoint if state is not None else None  # a state may be empty
+        found, skipped = find_newest(self.store, self.run, before=self.token, notes=notes)
+        self.head = found.state.checkpoint if found is not None else None  # a state may be empty
         head = self.head.ref if self.head else None
         document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._opened_at)
         seal(self.store, document)
-        self._reference = reference
+        if found is not None:
+            self._reference = found.reference
+            self._policy.start_from(found.chain.contents)
+            self._policy.decode_rate = found.bytes_per_second
         self._sequence = head.sequence + 1 if head else 0
-        self._opened = True
-        return state
+        self._opened, self._opened_seconds = True, time.perf_counter()
+        return found.state if found is not None else None
 
     def _write(self, draft: Draft) -> Committed:
         """In the background: packs, then the commit. Only then does the snapshot become the reference."""
+        try:
+            committed = self._commit(draft)
+        except BaseException:
+            self._buffers.give_back(draft.buffers)
+            raise
+        self.head = committed
+        self._buffers.hold(draft.buffers)
+        self._policy.committed(committed.manifest)
+        if self._on_saved is not None:
+            self._on_saved(committed)
+        return committed
+
+    def _commit(self, draft: Draft) -> Committed:
         sequence, self._sequence = self._sequence, self._sequence + 1  # never reused, also after a failure
-        head = self.head.manifest if self.head else None
-        base = draft.base or head is None or head.deltas_since_base >= self.deltas_per_base
         assert self.token is not None  # noqa: S101 - the attempt is open
-        writer = PackWriter(self.store, self.token, sequence)
-        written = write_packs(draft.snapshot, None if base else self._reference, writer, self._encoders)
+        base, reason = (True, "asked for") if draft.base else self._policy.decide()
+        reference = self._reference if not base else None
+        writer = PackWriter(self.store, PackName(self.token, sequence), self._uploaders)
+        written = write_packs(
+            draft.snapshot, reference, writer, self._encoders, choices=self._choices, bounded=self._bounded
+        )
         manifest = draft.manifest(
             written,
             run=self.run,
@@ -257,13 +335,11 @@ class IncrementalCheckpointer:
             job=self._job,
             data=self._data,
             created=self._now(),
+            attempt_seconds=time.perf_counter() - self._opened_seconds,
         )
+        manifest = self._policy.explain(manifest, reason, self.failed_saves, self.skipped_saves)
         committed = Committed(manifest, commit(self.store, manifest))
-        self.head = committed
-        self._reference = Reference(draft.snapshot.chunks, written.digests)
-        self._spare, self._held = self._held or draft.buffers.twin(), draft.buffers
-        if self._on_saved is not None:
-            self._on_saved(committed)
+        self._reference = written.reference
         return committed
 
     def _now(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import Any
 
-from training.checkpoint.manifest import Committed, Costs, Health, Manifest, MetricPoint, Position, Writer
+from training.checkpoint.manifest import Committed, Costs, Decision, Health, Manifest, MetricPoint, Position, Writer
 from training.checkpoint.pack import Written
 from training.checkpoint.snapshot import Snapshot, SnapshotBuffers
 
@@ -27,6 +28,8 @@ class Draft:
     meta: dict[str, Any]
     metrics: tuple[MetricPoint, ...]
     health: Health
+    interval: dict[str, Any]
+    started: float = field(default_factory=time.perf_counter)
 
     def manifest(
         self,
@@ -40,6 +43,7 @@ class Draft:
         job: Mapping[str, Any],
         data: Mapping[str, Any],
         created: str,
+        attempt_seconds: float,
     ) -> Manifest:
         """The manifest to commit, after the packs are written. The layout is left to the chain if it can be."""
         snapshot, before = self.snapshot, parent.manifest if parent is not None else None
@@ -70,7 +74,10 @@ class Draft:
                 stall_seconds=self.stall_seconds,
                 encode_seconds=written.encode_seconds,
                 upload_seconds=written.upload_seconds,
+                save_seconds=time.perf_counter() - self.started,
+                attempt_seconds=attempt_seconds,
             ),
+            decision=Decision(modes=written.modes, interval=self.interval),
             writer=Writer(host=socket.gethostname(), pid=os.getpid(), version=_version(), created=created),
         )
 

@@ -5,6 +5,7 @@ It lists what changed. A chunk that is absent is the same as in the parent; `sta
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,9 @@ from training.checkpoint.document import digest as digest_bytes
 from training.errors import Corrupt
 
 CODEC = "blosc2-shuffle-zstd"
+BALANCED = "balanced"
+CAST = "bf16-cast"
+BOUNDED = {"int8-blocks": 8, "int4-blocks": 4}  # codec: bits of an item
 FRAME_BYTES = 4 * 1024 * 1024
 
 
@@ -57,8 +61,7 @@ class Chunk(Part):
     """The bytes of one rank's part of one tensor (or of a slab of small ones), as far as they changed.
 
     Only frames that changed are listed. `full`: each can be decoded alone; a base lists all of them. `delta`:
-    each is the difference to the parent's frame, item by item, modulo 2 to the bits of an item (of 16 bytes:
-    two items of 8).
+    each is the difference to the parent's frame; the codec says how it is taken.
     """
 
     key: str
@@ -68,6 +71,8 @@ class Chunk(Part):
     size_bytes: int
     digest: str  # over the digests of all decoded frames
     frames: tuple[Frame, ...]
+    source: str | None = None  # codec `bf16-cast`: the chunk of float32 that this one is rounded from
+    bound: float | None = None  # bounded codecs: no element is further from what was given to `save`
 
 
 class Tensor(Part):
@@ -107,8 +112,21 @@ class Costs(Part):
     state_bytes: int = 0
     written_bytes: int = 0
     stall_seconds: float = 0.0
-    encode_seconds: float = 0.0
-    upload_seconds: float = 0.0
+    encode_seconds: float = 0.0  # of CPU time, all threads together
+    upload_seconds: float = 0.0  # of all packs together; they may overlap
+    save_seconds: float = 0.0  # from the copy to the last pack
+    attempt_seconds: float = 0.0  # since the attempt was opened
+
+
+class Decision(Part):
+    """Why the checkpoint is what it is; for people, and for the next decision of the same attempt."""
+
+    kind: str = ""  # why a base, or why a delta
+    restore_seconds: float | None = None  # predicted, of this checkpoint with its chain
+    modes: dict[str, int] = Field(default_factory=dict)  # how many chunks were coded how
+    interval: dict[str, Any] = Field(default_factory=dict)  # how the distance to the next save was chosen
+    failed_saves: int = 0  # of this attempt, up to here
+    skipped_saves: int = 0  # that found the one before still in flight, with `on_busy="skip"`
 
 
 class Writer(Part):
@@ -151,16 +169,21 @@ class Manifest(Document):
     metrics: tuple[MetricPoint, ...] = ()
     health: Health = Health()
     costs: Costs = Costs()
+    decision: Decision = Decision()
+    rebases: Ref | None = None  # in a rebased manifest: the checkpoint of which it is a second, shorter form
+    nonce: str | None = None  # in a rebased manifest: a part of its packs' keys, since several may compact at once
     writer: Writer = Writer()
 
     @property
     def key(self) -> str:
         """The object that commits it."""
-        return manifest_key(self.token, self.sequence)
+        key = manifest_key if self.rebases is None else rebased_key
+        return key(self.token, self.sequence)
 
     def pack_keys(self) -> list[str]:
         """The objects that it names."""
-        return [pack_key(self.token, self.sequence, index) for index in range(len(self.packs))]
+        name = PackName(self.token, self.sequence, nonce=self.nonce)
+        return [name.key(index) for index in range(len(self.packs))]
 
 
 class Committed(NamedTuple):
@@ -175,9 +198,29 @@ def manifest_key(token: int, sequence: int) -> str:
     return f"manifests/{token:06d}/{sequence:08d}.json"
 
 
+def rebased_key(token: int, sequence: int) -> str:
+    """`rebased/000003/00000041.json`."""
+    return f"rebased/{token:06d}/{sequence:08d}.json"
+
+
+class PackName(NamedTuple):
+    """Where the packs of a checkpoint lie, or those of its rebased form."""
+
+    token: int
+    sequence: int
+    rank: int = 0
+    nonce: str | None = None
+
+    def key(self, index: int) -> str:
+        """`packs/000003/00000041-r0000-00.pack`, or `rebased/000003/00000041-1f2e3d4c-00.pack`."""
+        if self.nonce is None:
+            return f"packs/{self.token:06d}/{self.sequence:08d}-r{self.rank:04d}-{index:02d}.pack"
+        return f"rebased/{self.token:06d}/{self.sequence:08d}-{self.nonce}-{index:02d}.pack"
+
+
 def pack_key(token: int, sequence: int, index: int, rank: int = 0) -> str:
     """`packs/000003/00000041-r0000-00.pack`."""
-    return f"packs/{token:06d}/{sequence:08d}-r{rank:04d}-{index:02d}.pack"
+    return PackName(token, sequence, rank).key(index)
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, Ref]:
@@ -192,9 +235,31 @@ def decode_manifest(data: bytes, token: int, sequence: int, run: str | None = No
     Raises:
         Corrupt: damaged, or written for another run, token or sequence.
     """
-    key = manifest_key(token, sequence)
+    return _decode(data, manifest_key(token, sequence), token, sequence, run)
+
+
+def decode_rebased(data: bytes, original: Committed) -> Manifest:
+    """Parse a rebased manifest and check that it is the same state as the checkpoint that it stands for.
+
+    Raises:
+        Corrupt: damaged, or the form of another checkpoint.
+    """
+    ref, key = original.ref, rebased_key(original.ref.token, original.ref.sequence)
+    found = _decode(data, key, ref.token, ref.sequence, original.manifest.run).manifest
+    if found.rebases != ref or found.kind != "base" or found.state_digest != original.manifest.state_digest:
+        raise Corrupt(f"{key} is not a form of {original.manifest.key}", key=key)
+    return found
+
+
+def _decode(data: bytes, key: str, token: int, sequence: int, run: str | None) -> Committed:
     manifest = decode(data, Manifest, key)
-    found = (manifest.token, manifest.sequence, manifest.run)
-    if found != (token, sequence, run if run is not None else manifest.run):
+    found = (manifest.key, manifest.token, manifest.sequence, manifest.run)
+    if found != (key, token, sequence, run if run is not None else manifest.run):
         raise Corrupt(f"{key} holds the manifest of run {manifest.run!r} {manifest.key}", key=key)
     return Committed(manifest, Ref(token=token, sequence=sequence, digest=digest_bytes(data)))
+
+
+def layout_digest(layout: Layout) -> str:
+    """Digest of the structure of a state."""
+    text = json.dumps(layout.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return digest_bytes(text.encode())

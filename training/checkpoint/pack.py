@@ -1,46 +1,25 @@
-"""From a snapshot to packs in the store and the chunk list of a manifest; only what changed is written."""
+"""Coded frames become packs in the store and the chunk list of a manifest. Coding and uploading overlap."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
 
-from training.checkpoint.codec import (
-    chunk_digest,
-    encode_frame,
-    encoded_checksum,
-    frame_digest,
-    prefers_delta,
-    state_digest,
-    subtract,
-)
-from training.checkpoint.manifest import Chunk, Frame, Pack, pack_key
-from training.checkpoint.snapshot import Bytes, ChunkData, Snapshot
+from training.checkpoint.bounded import BoundedCodec
+from training.checkpoint.choices import Choices
+from training.checkpoint.codec import chunk_digest, encoded_checksum, state_digest
+from training.checkpoint.encode import CodedFrame, Reference, code_chunks, start
+from training.checkpoint.manifest import Chunk, Frame, Pack, PackName
+from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.store import Store
+from training.errors import RetomaError
 
-PACK_BYTES = 64 * 1024 * 1024
-_IN_FLIGHT = 4  # encoded frames that wait for their turn: bounds memory at 16 MiB and a little
-R = TypeVar("R")
-
-
-@dataclass
-class Reference:
-    """The last committed state, against which the next deltas are taken."""
-
-    chunks: dict[str, ChunkData]
-    digests: dict[str, list[str]]  # of each frame
-
-    def previous(self, key: str, chunk: ChunkData) -> tuple[list[Bytes], list[str]] | None:
-        """Frames and digests of the same chunk, or None if it is new or has another shape."""
-        old = self.chunks.get(key)
-        if old is None or (old.item_bytes, old.data.size) != (chunk.item_bytes, chunk.data.size):
-            return None
-        return old.frames(), self.digests[key]
+PACK_BYTES = 32 * 1024 * 1024  # so that the first pack of a large save is on its way while the rest is coded
+_UPLOADS = 2  # packs on their way: bounds memory at three packs, with the open one
 
 
 @dataclass
@@ -49,10 +28,11 @@ class Written:
 
     chunks: list[Chunk]
     packs: list[Pack]
-    digests: dict[str, list[str]]
+    reference: Reference
     state_digest: str
-    encode_seconds: float
-    upload_seconds: float
+    modes: dict[str, int]
+    encode_seconds: float  # of CPU time, all threads together
+    upload_seconds: float  # of all packs together; they may overlap
 
     @property
     def size_bytes(self) -> int:
@@ -62,20 +42,23 @@ class Written:
 
 @dataclass
 class PackWriter:
-    """Collects encoded frames into packs and puts each one when it is full."""
+    """Collects encoded frames into packs and puts each one in the background when it is full."""
 
     store: Store
-    token: int
-    sequence: int
+    name: PackName
+    uploaders: Executor
     packs: list[Pack] = field(default_factory=list)
     upload_seconds: float = 0.0
     _parts: list[bytes] = field(default_factory=list)
     _size_bytes: int = 0
+    _uploads: deque[Future[float]] = field(default_factory=deque)
 
     def append(self, number: int, encoded: bytes, decoded_digest: str) -> Frame:
-        """Place one frame; it may be written later, at the latest by `flush`."""
+        """Place one frame. Raises the error of an upload that failed."""
         if self._parts and self._size_bytes + len(encoded) > PACK_BYTES:
-            self.flush()
+            self._flush()
+        if not encoded:  # computed from another chunk
+            return Frame(number, 0, 0, 0, "", decoded_digest)
         frame = Frame(
             number=number,
             pack=len(self.packs),
@@ -88,83 +71,95 @@ class PackWriter:
         self._size_bytes += len(encoded)
         return frame
 
-    def flush(self) -> None:
-        """Put the open pack, if it holds anything."""
-        if not self._parts:
-            return
-        started = time.perf_counter()
-        self.store.put(pack_key(self.token, self.sequence, len(self.packs)), self._parts)
-        self.upload_seconds += time.perf_counter() - started
+    def finish(self) -> None:
+        """Put the open pack and wait until all of them are durable."""
+        if self._parts:
+            self._flush()
+        while self._uploads:
+            self._await_one()
+
+    def abandon(self) -> None:
+        """After a failure: let no upload go on unseen, and free the space of what was written for nothing.
+
+        No manifest names these packs and none ever will: their sequence is used up.
+        """
+        for upload in self._uploads:
+            with contextlib.suppress(Exception):
+                upload.result()
+        for index in range(len(self.packs)):
+            with contextlib.suppress(RetomaError, OSError):  # what stays is found by the collector
+                self.store.delete(self.name.key(index))
+
+    def _flush(self) -> None:
+        while len(self._uploads) >= _UPLOADS:
+            self._await_one()
+        self._uploads.append(start(self.uploaders, self._put(len(self.packs), self._parts)))
         self.packs.append(Pack(size_bytes=self._size_bytes))
         self._parts, self._size_bytes = [], 0
 
+    def _put(self, index: int, parts: list[bytes]) -> Callable[[], float]:
+        def upload() -> float:
+            started = time.perf_counter()
+            self.store.put(self.name.key(index), parts)
+            return time.perf_counter() - started
 
-def write_packs(snapshot: Snapshot, reference: Reference | None, writer: PackWriter, executor: Executor) -> Written:
+        return upload
+
+    def _await_one(self) -> None:
+        self.upload_seconds += self._uploads.popleft().result()
+
+
+def write_packs(
+    snapshot: Snapshot,
+    reference: Reference | None,
+    writer: PackWriter,
+    encoders: Executor,
+    *,
+    choices: Choices,
+    bounded: BoundedCodec | None = None,
+) -> Written:
     """Encode what differs from the reference (everything, if there is none) and put it.
 
     Returns when all packs are durable. Nothing is committed yet.
     """
-    started = time.perf_counter()
-    digests: dict[str, list[str]] = {}
-    whole: dict[str, tuple[int, int, str]] = {}
-    chunks = []
-    for key, chunk in snapshot.chunks.items():
-        frames = chunk.frames()
-        digests[key] = list(_in_order(executor, (partial(frame_digest, frame) for frame in frames)))
-        whole[key] = (chunk.item_bytes, chunk.data.size, chunk_digest(digests[key]))
-        previous = reference.previous(key, chunk) if reference else None
-        changed = [i for i, d in enumerate(digests[key]) if previous is None or previous[1][i] != d]
-        if previous is not None and not changed:
-            continue
-        delta = previous is not None and prefers_delta(
-            frames[changed[0]], previous[0][changed[0]], chunk.item_bytes
-        )
-        old = previous[0] if previous is not None and delta else None
-        encoded = _in_order(
-            executor, (_encoder(frames[i], old[i] if old else None, chunk.item_bytes) for i in changed)
-        )
-        chunks.append(
-            Chunk(
-                key=key,
-                mode="delta" if delta else "full",
-                item_bytes=chunk.item_bytes,
-                size_bytes=chunk.data.size,
-                digest=whole[key][2],
-                frames=tuple(
-                    writer.append(i, data, digests[key][i]) for i, data in zip(changed, encoded, strict=True)
-                ),
-            )
-        )
-    writer.flush()
-    seconds = time.perf_counter() - started - writer.upload_seconds
-    whole_digest = state_digest(snapshot.layout_digest, snapshot.values, whole)
-    return Written(chunks, writer.packs, digests, whole_digest, seconds, writer.upload_seconds)
-
-
-def _encoder(new: Bytes, old: Bytes | None, item_bytes: int) -> Callable[[], bytes]:
-    return lambda: encode_frame(new if old is None else subtract(new, old, item_bytes), item_bytes)
-
-
-def _in_order(executor: Executor, jobs: Iterator[Callable[[], R]]) -> Iterator[R]:
-    """Results in the order of the jobs, with a bounded number of them in flight."""
-    waiting: deque[Future[R]] = deque()
-    for job in jobs:
-        waiting.append(_submit(executor, job))
-        if len(waiting) >= _IN_FLIGHT:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def _submit(executor: Executor, job: Callable[[], R]) -> Future[R]:
-    """Hand a job to the executor, or do it here when the interpreter is on its way out.
-
-    A script that ends without `close()` still has its last save committed: the interpreter waits for the saving
-    thread, but its executors take no new jobs by then.
-    """
     try:
-        return executor.submit(job)
-    except RuntimeError:
-        done: Future[R] = Future()
-        done.set_result(job())
-        return done
+        return _write(snapshot, reference, writer, encoders, choices, bounded)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _write(
+    snapshot: Snapshot,
+    reference: Reference | None,
+    writer: PackWriter,
+    executor: Executor,
+    choices: Choices,
+    bounded: BoundedCodec | None,
+) -> Written:
+    chunks: list[Chunk] = []
+    found = Reference(dict(snapshot.chunks), {})
+    whole: dict[str, tuple[int, int, str]] = {}
+    modes: Counter[str] = Counter()
+    digests: list[str] = []
+    frames: list[Frame] = []
+    seconds = 0.0
+    for coded in code_chunks(snapshot.chunks, reference, choices, bounded, executor):
+        if isinstance(coded, CodedFrame):
+            digests.append(coded.digest)
+            seconds += coded.seconds
+            if coded.encoded is not None:
+                frames.append(writer.append(coded.number, coded.encoded, coded.digest))
+            continue
+        data = snapshot.chunks[coded.key]
+        digest = chunk_digest(digests)
+        found.digests[coded.key], whole[coded.key] = digests, (data.item_bytes, data.data.size, digest)
+        modes[coded.label] += 1
+        if coded.source is not None:
+            found.sources[coded.key] = coded.source
+        if coded.mode != "same":
+            chunks.append(coded.entry(data, digest, frames))
+        digests, frames = [], []
+    writer.finish()
+    whole_digest = state_digest(snapshot.layout_digest, snapshot.values, whole)
+    return Written(chunks, writer.packs, found, whole_digest, dict(modes), seconds, writer.upload_seconds)

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from training.checkpoint.codec import (
-    add_in_place,
-    chunk_digest,
-    decode_frame,
-    encoded_checksum,
-    frame_digest,
-    state_digest,
-)
-from training.checkpoint.history import candidates, read_committed, read_parent
-from training.checkpoint.manifest import (
-    FRAME_BYTES,
-    Committed,
-    Frame,
-    Layout,
-    Manifest,
-    Position,
-    manifest_key,
-    pack_key,
-)
-from training.checkpoint.pack import Reference
-from training.checkpoint.snapshot import Bytes, ChunkData, layout_digest, rebuild
+from training.checkpoint.cast import cast_frame
+from training.checkpoint.chain import Chain, ChunkPlan, check_packs, plan_chunks, read_chain
+from training.checkpoint.chunks import Bytes, ChunkData
+from training.checkpoint.codec import apply_frame, frame_digest
+from training.checkpoint.encode import Reference
+from training.checkpoint.history import candidates
+from training.checkpoint.manifest import Committed, Manifest, Position, manifest_key
+from training.checkpoint.policy import Cost
+from training.checkpoint.reader import PackReader
+from training.checkpoint.snapshot import rebuild
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped
 from training.errors import Corrupt
-
-_MAX_CHAIN = 10_000
 
 
 class RestoredState(dict[str, Any]):
@@ -69,38 +58,31 @@ class RestoredState(dict[str, Any]):
         return self.position.epoch
 
 
-class _Source(NamedTuple):
-    """Where one frame's bytes lie."""
-
-    pack: str
-    frame: Frame
-    codec: str
-    delta: bool
-
-
 @dataclass
-class _Plan:
-    """All that is needed to read one chunk: for each frame its sources, newest first, ending in a full one."""
+class Found:
+    """What an attempt starts from.
 
-    item_bytes: int
-    size_bytes: int
-    digest: str
-    sources: list[list[_Source]]
-    open_frames: set[int] = field(default_factory=set)
+    Attributes:
+        state: for the caller.
+        reference: its bytes, for the next delta.
+        chain: what it was read from.
+        bytes_per_second: of state, all checkpoints of the chain counted.
+    """
 
-    def frame_digests(self) -> list[str]:
-        """Digest of each decoded frame, as the newest manifest that wrote it says."""
-        return [sources[0].frame.digest for sources in self.sources]
+    state: RestoredState
+    reference: Reference
+    chain: Chain
+    bytes_per_second: float
 
 
-def restore_newest(
+def find_newest(
     store: Store,
     run: str,
     before: int | None = None,
     threads: int | None = None,
     notes: Iterable[Skipped] = (),
-) -> tuple[RestoredState | None, Reference | None, list[Skipped]]:
-    """The newest intact checkpoint that the history admits, its bytes as a reference, and what was skipped.
+) -> tuple[Found | None, list[Skipped]]:
+    """The newest intact checkpoint that the history admits, and what was skipped.
 
     Args:
         store: the run's store.
@@ -117,18 +99,26 @@ def restore_newest(
     for token, sequence in candidates(store, before, skipped):
         found = True
         try:
-            state, reference = _restore(store, token, sequence, run, skipped, threads)
+            return _restore(store, token, sequence, run, skipped, threads, for_reference=True), skipped
         except Corrupt as error:
             skipped.append(Skipped(key=error.key or manifest_key(token, sequence), reason=error.message))
-            continue
-        return state, reference, skipped
     if found:
         raise Corrupt(
             f"none of the run's checkpoints is intact: {'; '.join(item.reason for item in skipped[:5])}",
             hint="restore the objects from a backup of the store, or start a new run",
             run=run,
         )
-    return None, None, skipped
+    return None, skipped
+
+
+def restore_newest(store: Store, run: str, threads: int | None = None) -> RestoredState | None:
+    """The newest intact state, read-only: claims nothing and seals nothing. None if the run has no checkpoint.
+
+    Raises:
+        Corrupt: the run has checkpoints and none of them is intact.
+    """
+    found, _ = find_newest(store, run, threads=threads)
+    return found.state if found is not None else None
 
 
 def restore_checkpoint(
@@ -139,138 +129,116 @@ def restore_checkpoint(
     Raises:
         Corrupt: something in its chain is missing or damaged.
     """
-    return _restore(store, token, sequence, run, [], threads)[0]
+    return _restore(store, token, sequence, run, [], threads, for_reference=False).state
 
 
 def _restore(
-    store: Store, token: int, sequence: int, run: str | None, skipped: list[Skipped], threads: int | None
-) -> tuple[RestoredState, Reference]:
-    chain = _chain(store, read_committed(store, token, sequence, run))
-    head = chain[0].manifest
-    layout = _layout(chain)
-    plans = _plan(chain, {entry.chunk for entry in layout.tensors})
-    _check_packs(store, chain)
-    chunks = {key: ChunkData(p.item_bytes, np.empty(p.size_bytes, np.uint8)) for key, p in plans.items()}
-    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "retoma-restore") as executor:
-        _read_all(store, plans, chunks, executor)
-    state = rebuild(layout, head.values, chunks)
-    reference = Reference(chunks, {key: plan.frame_digests() for key, plan in plans.items()})
-    return RestoredState(state, chain[0], skipped), reference
-
-
-def _chain(store: Store, head: Committed) -> list[Committed]:
-    """Head, parent, ... down to the base, each held against the digest that its child recorded."""
-    chain = [head]
-    while chain[-1].manifest.kind != "base":
-        if len(chain) > _MAX_CHAIN:
-            raise Corrupt(f"the chain of {head.manifest.key} has no base within {_MAX_CHAIN} checkpoints")
-        chain.append(read_parent(store, chain[-1]))
-    return chain
-
-
-def _layout(chain: list[Committed]) -> Layout:
-    head = chain[0].manifest
-    layout = next((c.manifest.layout for c in chain if c.manifest.layout is not None), None)
-    if layout is None or layout_digest(layout) != head.layout_digest:
-        raise Corrupt(f"{head.key}: the structure of the state is not in its chain", key=head.key)
-    return layout
-
-
-def _plan(chain: list[Committed], live: set[str]) -> dict[str, _Plan]:
-    """Gather the sources of every frame of every live chunk, from the head towards the base."""
-    head = chain[0].manifest
-    plans: dict[str, _Plan] = {}
-    for committed in chain:
-        manifest = committed.manifest
-        keys = manifest.pack_keys()
-        for chunk in manifest.chunks:
-            plan = plans.get(chunk.key)
-            if plan is None and chunk.key in live:
-                count = -(-chunk.size_bytes // FRAME_BYTES)
-                plan = _Plan(chunk.item_bytes, chunk.size_bytes, chunk.digest, [[] for _ in range(count)])
-                plan.open_frames = set(range(count))
-                plans[chunk.key] = plan
-            if plan is None or (plan.item_bytes, plan.size_bytes) != (chunk.item_bytes, chunk.size_bytes):
-                continue
-            for frame in chunk.frames:
-                if frame.number in plan.open_frames:
-                    source = _Source(keys[frame.pack], frame, chunk.codec, chunk.mode == "delta")
-                    plan.sources[frame.number].append(source)
-                    if chunk.mode == "full":
-                        plan.open_frames.discard(frame.number)
-    _check_plan(head, plans, live)
-    return plans
-
-
-def _check_plan(head: Manifest, plans: dict[str, _Plan], live: set[str]) -> None:
-    """The whole set, before a byte is read: nothing absent, nothing without a start, all digests as committed."""
-    missing = sorted(live - plans.keys())
-    if missing or len(plans) != head.chunk_count:
-        raise Corrupt(f"{head.key}: chunks are missing from its chain: {missing[:3]}", key=head.key)
-    for key, plan in plans.items():
-        if plan.open_frames:
-            raise Corrupt(f"{head.key}: chunk {key} has no full frame to start from", key=head.key)
-        if chunk_digest(plan.frame_digests()) != plan.digest:
-            raise Corrupt(f"{head.key}: the frames of chunk {key} do not belong together", key=head.key)
-    actual = state_digest(
-        head.layout_digest, head.values, {k: (p.item_bytes, p.size_bytes, p.digest) for k, p in plans.items()}
-    )
-    if actual != head.state_digest:
-        raise Corrupt(f"{head.key}: expected state digest {head.state_digest}, actual {actual}", key=head.key)
-
-
-def _check_packs(store: Store, chain: list[Committed]) -> None:
-    """Every pack of the chain is there with exactly the size that was committed."""
-    sizes: dict[str, int] = {}
-    for token in {c.manifest.token for c in chain}:
-        sizes.update(store.list(f"packs/{token:06d}/"))
-    for committed in chain:
-        manifest = committed.manifest
-        for index, pack in enumerate(manifest.packs):
-            key = pack_key(manifest.token, manifest.sequence, index)
-            if sizes.get(key) != pack.size_bytes:
-                found = f"{sizes[key]} bytes" if key in sizes else "missing"
-                raise Corrupt(f"{key}: expected {pack.size_bytes} bytes, actual {found}", key=key)
-
-
-def _read_all(store: Store, plans: dict[str, _Plan], chunks: dict[str, ChunkData], executor: Executor) -> None:
-    """Chunk by chunk and frame by frame: all deltas of a frame are applied while it is in the cache."""
-    jobs = [
-        executor.submit(_read_frame, store, key, out, sources, plan.item_bytes)
-        for key, plan in plans.items()
-        for out, sources in zip(chunks[key].frames(), plan.sources, strict=True)
-    ]
+    store: Store,
+    token: int,
+    sequence: int,
+    run: str | None,
+    skipped: list[Skipped],
+    threads: int | None,
+    *,
+    for_reference: bool,
+) -> Found:
+    """By the shortest chain that is intact."""
+    chain = read_chain(store, token, sequence, run, notes=skipped)
     try:
-        for job in jobs:
-            job.result()
-    except BaseException:
-        for job in jobs:
-            job.cancel()
-        raise
+        return _load(store, chain, skipped, threads, for_reference)
+    except Corrupt as error:
+        if not chain.is_rebased:
+            raise
+        skipped.append(Skipped(key=error.key or chain.contents[-1].key, reason=error.message))
+    chain = read_chain(store, token, sequence, run, use_rebased=False)
+    return _load(store, chain, skipped, threads, for_reference)
 
 
-def _read_frame(store: Store, key: str, out: Bytes, sources: list[_Source], item_bytes: int) -> None:
-    _decode(store, sources[-1], out)
-    if len(sources) > 1:
-        scratch = np.empty_like(out)
-        for source in sources[:-1]:
-            _decode(store, source, scratch)
-            add_in_place(out, scratch, item_bytes)
-    expected, actual = sources[0].frame.digest, frame_digest(out)
+def _load(store: Store, chain: Chain, skipped: list[Skipped], threads: int | None, for_reference: bool) -> Found:
+    started = time.perf_counter()
+    layout, plans = chain.layout, plan_chunks(chain)
+    check_packs(store, chain)
+    dtypes = {entry.chunk: entry.dtype for entry in layout.tensors if entry.chunk == entry.key}
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "retoma-restore") as executor:
+        chunks = read_chunks(store, plans, executor)
+        for key, chunk in chunks.items():
+            chunk.dtype = dtypes.get(key, "")
+        # a reference must not change with what the caller does to the state
+        state = rebuild(layout, chain.head.manifest.values, chunks, executor if for_reference else None)
+    digests = {key: plan.frame_digests() for key, plan in plans.items()}
+    sources = {key: plan.cast_from for key, plan in plans.items() if plan.cast_from is not None}
+    seconds = time.perf_counter() - started
+    work_bytes = sum(Cost.of(manifest).work_bytes for manifest in chain.contents)
+    return Found(
+        state=RestoredState(state, chain.head, skipped),
+        reference=Reference(chunks, digests, sources),
+        chain=chain,
+        bytes_per_second=max(work_bytes, 1) / seconds,
+    )
+
+
+def read_chunks(store: Store, plans: dict[str, ChunkPlan], executor: Executor) -> dict[str, ChunkData]:
+    """The bytes of all chunks, verified frame by frame.
+
+    Raises:
+        Corrupt: names the pack or chunk.
+    """
+    chunks = {key: ChunkData(p.item_bytes, np.empty(p.size_bytes, np.uint8)) for key, p in plans.items()}
+    stored = {key: plan for key, plan in plans.items() if plan.cast_from is None}
+    sources = (one for plan in stored.values() for frame in plan.sources for one in reversed(frame))
+    with PackReader(store, sources) as reader:
+        _run_all(executor, _reads(reader, stored, chunks))
+        _run_all(executor, _casts({k: p for k, p in plans.items() if k not in stored}, chunks))
+    return chunks
+
+
+def read_frame(reader: PackReader, key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
+    """One frame of a chunk: from its full form on, all deltas are applied while it is in the cache.
+
+    Raises:
+        Corrupt: something is missing or damaged, or the result is not what was committed.
+    """
+    sources = plan.sources[number]
+    for source in reversed(sources):
+        try:
+            apply_frame(source.codec, source.delta, reader.take(source), out, plan.item_bytes)
+        except Corrupt as error:
+            raise Corrupt(f"{source.pack}: {error.message}", hint=error.hint, key=source.pack) from error
+    _check_frame(key, plan, number, out, sources[0].pack)
+
+
+def _reads(
+    reader: PackReader, plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]
+) -> Iterator[Callable[[], None]]:
+    for key, plan in plans.items():
+        for number, out in enumerate(chunks[key].frames()):
+            yield partial(read_frame, reader, key, plan, number, out)
+
+
+def _casts(plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]) -> Iterator[Callable[[], None]]:
+    def cast(key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
+        assert plan.cast_from is not None  # noqa: S101 - the caller chose
+        out[:] = cast_frame(number, out.size, chunks[plan.cast_from].data)
+        _check_frame(key, plan, number, out, plan.cast_from)
+
+    for key, plan in plans.items():
+        for number, out in enumerate(chunks[key].frames()):
+            yield partial(cast, key, plan, number, out)
+
+
+def _check_frame(key: str, plan: ChunkPlan, number: int, out: Bytes, place: str) -> None:
+    expected, actual = plan.sources[number][0].frame.digest, frame_digest(out)
     if expected != actual:
-        pack = sources[0].pack
-        raise Corrupt(
-            f"chunk {key} frame {sources[0].frame.number}: expected digest {expected}, actual {actual}", key=pack
-        )
+        raise Corrupt(f"chunk {key} frame {number}: expected digest {expected}, actual {actual}", key=place)
 
 
-def _decode(store: Store, source: _Source, out: Bytes) -> None:
-    frame = source.frame
-    encoded = store.read(source.pack, frame.offset, frame.length)
-    actual = encoded_checksum(encoded)
-    if actual != frame.checksum:
-        raise Corrupt(
-            f"{source.pack} at {frame.offset}+{frame.length}: expected checksum {frame.checksum}, actual {actual}",
-            key=source.pack,
-        )
-    decode_frame(encoded, out, source.codec)
+def _run_all(executor: Executor, jobs: Iterator[Callable[[], None]]) -> None:
+    """All jobs; after a failure none that has not begun."""
+    futures = [executor.submit(job) for job in jobs]
+    try:
+        for future in futures:
+            future.result()
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise

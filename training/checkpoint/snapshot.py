@@ -6,35 +6,22 @@ hundred step counters cost one chunk. Buffers are reused from save to save.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from training.checkpoint.document import digest
+from training.checkpoint.chunks import ChunkData
 from training.checkpoint.dtypes import dtype_name, dtype_of
-from training.checkpoint.manifest import FRAME_BYTES, Layout, Tensor
+from training.checkpoint.manifest import Layout, Tensor, layout_digest
 from training.checkpoint.tree import Flat, flatten, unflatten
 from training.errors import Corrupt, Invalid
 
 SMALL_BYTES = 16 * 1024
 _AS_BYTES = {torch.bool}
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass
-class ChunkData:
-    """The bytes of one chunk in host memory."""
-
-    item_bytes: int
-    data: Bytes
-
-    def frames(self) -> list[Bytes]:
-        """Views of at most `FRAME_BYTES` each; none for an empty chunk."""
-        return [self.data[at : at + FRAME_BYTES] for at in range(0, self.data.size, FRAME_BYTES)]
 
 
 @dataclass
@@ -122,26 +109,62 @@ class SnapshotBuffers:
         self, layout: Layout, digest: str, items: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
     ) -> None:
         self._views = [_view(buffers[entry.chunk], entry) for entry in layout.tensors]
-        chunks = {key: ChunkData(items[key], buffer.numpy()) for key, buffer in buffers.items()}
+        dtypes = {entry.chunk: entry.dtype for entry in layout.tensors if entry.chunk == entry.key}
+        chunks = {k: ChunkData(items[k], buffer.numpy(), dtypes.get(k, "")) for k, buffer in buffers.items()}
         self._template = Snapshot(layout, digest, [], chunks)
 
 
-def layout_digest(layout: Layout) -> str:
-    """Digest of the structure of a state."""
-    return digest(json.dumps(layout.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode())
+class BufferPair:
+    """Two sets of buffers that take turns: one backs the last committed state, the other is free for the next.
+
+    Not more: the memory of all saves together is twice the state.
+    """
+
+    def __init__(self) -> None:
+        self._spare: SnapshotBuffers | None = None
+        self._held: SnapshotBuffers | None = None
+
+    def take(self, state: Mapping[str, Any]) -> tuple[Snapshot, SnapshotBuffers]:
+        """Copy a state into the free set. See `SnapshotBuffers.take`."""
+        buffers, self._spare = self._spare or SnapshotBuffers(), None
+        try:
+            return buffers.take(state), buffers
+        except BaseException:
+            self._spare = buffers
+            raise
+
+    def give_back(self, buffers: SnapshotBuffers) -> None:
+        """After a failed save: the set is free again."""
+        self._spare = buffers
+
+    def hold(self, buffers: SnapshotBuffers) -> None:
+        """After a commit: the set backs the reference from now on, and the one before is free."""
+        self._spare, self._held = self._held or buffers.twin(), buffers
 
 
-def rebuild(layout: Layout, values: list[Any], chunks: Mapping[str, ChunkData]) -> Any:
-    """The state as fresh tensors that share no memory with the chunks.
+def rebuild(
+    layout: Layout, values: list[Any], chunks: Mapping[str, ChunkData], copiers: Executor | None = None
+) -> Any:
+    """The state as it was given to `save`.
+
+    Args:
+        layout: its structure.
+        values: its scalars.
+        chunks: its bytes.
+        copiers: copy every tensor with these; without them large tensors are the chunks themselves.
 
     Raises:
         Corrupt: a tensor reaches beyond its chunk.
     """
-    tensors = []
     for entry in layout.tensors:
         if entry.chunk not in chunks:
             raise Corrupt(f"tensor {entry.key} lies in chunk {entry.chunk}, which is missing")
-        tensors.append(_view(torch.from_numpy(chunks[entry.chunk].data), entry, copy=True))
+
+    def tensor(entry: Tensor) -> torch.Tensor:
+        buffer = torch.from_numpy(chunks[entry.chunk].data)
+        return _view(buffer, entry, copy=copiers is not None or entry.chunk != entry.key)
+
+    tensors = list((copiers.map if copiers is not None else map)(tensor, layout.tensors))
     return unflatten(layout.tree, tensors, values)
 
 

@@ -1,0 +1,52 @@
+"""What was found out about each chunk in earlier saves, so that it is not measured again at every save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_SAVES_BETWEEN_SAMPLES = 8
+
+
+@dataclass
+class Choices:
+    """Memory of an attempt.
+
+    Attributes:
+        sources: of each chunk that is a rounded copy, the chunk that it is a copy of.
+        lossless: chunks that could not hold their bound; they are not tried again.
+    """
+
+    sources: dict[str, str] = field(default_factory=dict)
+    lossless: set[str] = field(default_factory=set)
+    _deltas: dict[str, tuple[bool, int]] = field(default_factory=dict)
+
+    def prefers_delta(self, key: str, measure: Callable[[], bool]) -> bool:
+        """The choice between a delta and a full chunk: measured on a sample, then kept for some saves."""
+        delta, left = self._deltas.get(key, (False, 0))
+        if left == 0:
+            delta, left = measure(), _SAVES_BETWEEN_SAMPLES
+        self._deltas[key] = delta, left - 1
+        return delta
+
+
+class OneChoice:
+    """The choice of one chunk in one save: made by the first of its frames that changed, good for all of them."""
+
+    def __init__(self, choices: Choices, key: str) -> None:
+        self._choices, self._key = choices, key
+        self._lock = threading.Lock()
+        self._delta: bool | None = None
+
+    def prefers_delta(self, measure: Callable[[], bool]) -> bool:
+        """See `Choices.prefers_delta`."""
+        with self._lock:
+            if self._delta is None:
+                self._delta = self._choices.prefers_delta(self._key, measure)
+            return self._delta
+
+    @property
+    def delta(self) -> bool | None:
+        """What was chosen; None if no frame had to choose."""
+        return self._delta
