@@ -11,7 +11,7 @@ import inspect
 import typer
 from rich.console import Console
 
-from flows import cli_show, cli_stack, cli_train
+from flows import cli_files, cli_show, cli_stack, cli_train
 from training.errors import KINDS, RetomaError
 
 EXIT_CODES = "\n\n".join(
@@ -39,6 +39,7 @@ for command in (
     cli_train.train,
     cli_show.runs,
     cli_show.show,
+    cli_files.restore,
     cli_stack.up,
     cli_stack.down,
     cli_stack.status,
@@ -46,6 +47,7 @@ for command in (
     cli_stack.deploy,
 ):
     app.command()(command)
+app.command("import")(cli_files.import_file)
 
 
 def main() -> None:

@@ -11,11 +11,14 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.tree import Tree
 
+from flows.cli_address import RUN_HELP, export_s3, open_run
 from infra.settings import load_settings
-from tasks.runs import attempt_row, checkpoint_row, find_run, list_runs
+from tasks.runs import attempt_row, checkpoint_row, list_runs
+from training.checkpoint.chain import rebased_checkpoints
 
 if TYPE_CHECKING:
-    from training.checkpoint.history import Lineage
+    from training.checkpoint.history import Attempt, Lineage
+    from training.checkpoint.manifest import Committed
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -23,6 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 def runs(as_json: Json = False) -> None:
     """List the runs, the newest last."""
     settings = load_settings()
+    export_s3(settings)
     found = list_runs(settings)
     if as_json:
         typer.echo(json.dumps([summary.model_dump() for summary in found], indent=2))
@@ -47,18 +51,19 @@ def runs(as_json: Json = False) -> None:
     console.print(table)
 
 
-def show(run: Annotated[str, typer.Argument(help="Name of the run.")], as_json: Json = False) -> None:
-    """Show a run's chain of checkpoints and its attempts."""
-    settings = load_settings()
-    store, lineage = find_run(settings, run)
+def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = False) -> None:
+    """Show a run's chain of checkpoints, how each was decided on, and its attempts."""
+    opened = open_run(load_settings(), run)
+    store, lineage = opened.store, opened.lineage()
     by_token = {attempt.token: attempt for attempt in lineage.attempts}
-    chain = [checkpoint_row(committed, by_token) for committed in lineage.chain]
+    rebased = rebased_checkpoints(store)
+    chain = [_row(committed, by_token, rebased) for committed in lineage.chain]
     attempts = [attempt_row(attempt) for attempt in lineage.attempts]
     problems = [problem.model_dump() for problem in lineage.problems]
     if as_json:
         head = lineage.head.manifest if lineage.head else None
         fields = {
-            "run": run,
+            "run": opened.run,
             "store_url": store.url,
             "job": head.job if head else {},
             "data": head.data if head else {},
@@ -69,10 +74,24 @@ def show(run: Annotated[str, typer.Argument(help="Name of the run.")], as_json: 
         typer.echo(json.dumps(fields, indent=2))
         return
     console = _console()
-    console.print(_chain_tree(run, store.url, lineage, chain))
+    console.print(_chain_tree(opened.run, store.url, lineage, chain))
     console.print(_attempt_tree(attempts))
     for problem in problems:
         console.print(f"problem  {problem['key']}: {problem['reason']}", style="red", markup=False)
+
+
+def _row(committed: Committed, attempts: dict[int, Attempt], rebased: set[tuple[int, int]]) -> dict[str, Any]:
+    """What is shown of one checkpoint: its costs, why it is what it is, and what has become of it."""
+    manifest, ref = committed.manifest, committed.ref
+    bounds = [chunk.bound for chunk in manifest.chunks if chunk.bound is not None]
+    return {
+        **checkpoint_row(committed, attempts),
+        "decision": manifest.decision.model_dump(),
+        "chunks": len(manifest.chunks),
+        "bounded_chunks": len(bounds),
+        "bound": max(bounds, default=None),
+        "rebased": (ref.token, ref.sequence) in rebased,
+    }
 
 
 def _chain_tree(run: str, store_url: str, lineage: Lineage, chain: list[dict[str, Any]]) -> Tree:
@@ -99,7 +118,21 @@ def _checkpoint_line(row: dict[str, Any]) -> str:
     return (
         f"[{style}]{row['kind']:<5}[/] {row['checkpoint']}  step {row['step']:>6}  "
         f"{decimal(row['written_bytes']):>9} {share:5.1f} %  stall {1000 * row['stall_seconds']:.1f} ms{attempt}"
+        f"{_remarks(row)}"
     )
+
+
+def _remarks(row: dict[str, Any]) -> str:
+    decision = row["decision"]
+    modes = " ".join(f"{count} {mode}" for mode, count in sorted(decision["modes"].items()) if count)
+    parts = [modes, decision["kind"]]
+    if row["bound"] is not None:
+        parts.append(f"[yellow]not exact: within {row['bound']:.2g} in {row['bounded_chunks']} chunks[/]")
+    if row["rebased"]:
+        parts.append("[green]rebased[/]")
+    if decision["failed_saves"] or decision["skipped_saves"]:
+        parts.append(f"[yellow]{decision['failed_saves']} saves failed, {decision['skipped_saves']} skipped[/]")
+    return "".join(f"  {part}" for part in parts if part)
 
 
 def _attempt_tree(attempts: list[dict[str, Any]]) -> Tree:

@@ -3,6 +3,8 @@
 --messages FD   train a range: a RangeSpec line on stdin, messages on FD; stdin stays open as a lifeline
 --check         build the job and say how much there is to train
 --evaluate      evaluate the run's newest checkpoint
+--export        write a checkpoint to a file
+--import        save a file as a checkpoint
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from training.checkpoint.manifest import Position
 from training.checkpoint.store import open_store
 from training.config import parse_config
 from training.errors import Invalid, RetomaError
@@ -31,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="training.process", description=__doc__)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--messages", type=int, metavar="FD")
-    mode.add_argument("--check", action="store_true")
-    mode.add_argument("--evaluate", action="store_true")
+    for name in _ANSWERS:
+        mode.add_argument(f"--{name}", action="store_const", const=name, dest="answer")
     options = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))  # jobs are importable from the project's root
     # Threads that wait for work must not spin: beside servers on the same cores that made training 4 times slower.
@@ -41,7 +45,7 @@ def main() -> None:
     if options.messages is not None:
         with os.fdopen(options.messages, "wb", buffering=0) as out:
             sys.exit(_guarded(lambda: _train(out.write), out.write))
-    work = _check if options.check else _evaluate
+    work = _ANSWERS[options.answer]
     sys.exit(_guarded(lambda: _answer(work(json.loads(sys.stdin.readline()))), sys.stdout.buffer.write))
 
 
@@ -106,8 +110,43 @@ def _evaluate(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _export(question: dict[str, Any]) -> dict[str, Any]:
+    from training.checkpoint.adapters.exporting import export_checkpoint
+
+    checkpoint = question.get("checkpoint")
+    done = export_checkpoint(
+        open_store(question["store_url"]),
+        Path(question["target"]),
+        checkpoint=(checkpoint[0], checkpoint[1]) if checkpoint else None,
+        file_format=question["file_format"],
+        force=question["force"],
+    )
+    return {**asdict(done), "skipped": [skipped.model_dump() for skipped in done.skipped]}
+
+
+def _import(question: dict[str, Any]) -> dict[str, Any]:
+    from training.checkpoint.adapters.importing import import_checkpoint
+
+    position = question.get("position")
+    done = import_checkpoint(
+        open_store(question["store_url"]),
+        Path(question["source"]),
+        run=question.get("run"),
+        position=Position.model_validate(position) if position else None,
+    )
+    return asdict(done)
+
+
 def _folder(question: dict[str, Any]) -> Path | None:
     return Path(question["data_folder"]) if question.get("data_folder") else None
+
+
+_ANSWERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "check": _check,
+    "evaluate": _evaluate,
+    "export": _export,
+    "import": _import,
+}
 
 
 def _answer(value: dict[str, Any]) -> None:

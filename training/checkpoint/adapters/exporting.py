@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from training.checkpoint.adapters.plain_load import load_plain
 from training.checkpoint.adapters.safetensors_form import alone, write_safetensors
+from training.checkpoint.manifest import manifest_key
 from training.checkpoint.restore import RestoredState, restore_checkpoint, restore_newest
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped, run_of
@@ -104,6 +105,8 @@ def _restore(store: Store, checkpoint: tuple[int, int] | None) -> RestoredState:
     if run is None:
         raise Invalid(f"{store.url} holds no run", hint="retoma runs lists them")
     if checkpoint is not None:
+        if not store.exists(key := manifest_key(*checkpoint)):
+            raise Invalid(f"run {run} has no {key}", hint="retoma show lists its checkpoints", run=run, key=key)
         return restore_checkpoint(store, *checkpoint, run)
     restored = restore_newest(store, run)
     if restored is None:
