@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import shutil
 from collections import OrderedDict
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+import training.checkpoint
 from tests.support.bits import bits, random_bits
 from training.checkpoint import IncrementalCheckpointer, Position
 from training.checkpoint.adapters.exporting import export_checkpoint
@@ -348,3 +350,18 @@ def test_reading_a_dcp_folder_changes_no_class_of_torch(dcp_folder: Path) -> Non
     with pytest.raises(Corrupt):
         read_foreign(dcp_folder)
     assert dict(vars(Metadata)) == before
+
+
+def test_only_the_adapters_touch_a_pickle_and_nothing_of_the_engine_needs_them() -> None:
+    engine = Path(training.checkpoint.__file__).parent
+    for module in engine.rglob("*.py"):
+        tree = ast.parse(module.read_text())
+        inside = module.parent.name == "adapters"
+        for node in ast.walk(tree):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert inside or not any("adapters" in name for name in imported), module
+            assert module.name == "plain_load.py" or "pickle" not in imported, module
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "load"):
+                assert module.name == "plain_load.py", module
+                assert "weights_only=True" in ast.unparse(node), module
