@@ -51,6 +51,7 @@ def train_epochs(
     saver = _Saver(trainer, checkpointer)
     progress = _Progress(report, position)
     metrics: dict[str, float] = {}
+    first_step = position.step + 1
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
     while position.epoch < stop:
         epoch = position.epoch
@@ -63,6 +64,8 @@ def train_epochs(
             position = trainer.schedule.after(position)
             saver.log(position, loss)
             progress.step(position, loss)
+            if position.step == first_step:
+                checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
             cadence.step()
             stopping = should_stop()
             if (stopping or cadence.due(position.step)) and position.epoch == epoch:

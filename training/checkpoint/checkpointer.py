@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from training.checkpoint.bounded import BoundedCodec
+from training.checkpoint.buffers import BufferPair
 from training.checkpoint.choices import Choices
 from training.checkpoint.codec import release_gil
 from training.checkpoint.commit import commit
@@ -31,7 +32,6 @@ from training.checkpoint.manifest import Committed, Health, MetricPoint, PackNam
 from training.checkpoint.pack import PackWriter, write_packs
 from training.checkpoint.policy import ChainPolicy
 from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint
-from training.checkpoint.snapshot import BufferPair
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
 from training.checkpoint.tree import flatten
@@ -140,6 +140,12 @@ class IncrementalCheckpointer:
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that could not be saved, by name, before any training is done."""
         flatten(dict(state))
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Have memory for states of this structure made in the background, so that the first save stalls no longer
+        than the others. Call it when the optimizer has taken its first step; later calls do nothing.
+        """
+        self._buffers.prepare(state)
 
     def save(
         self,
@@ -278,6 +284,7 @@ class IncrementalCheckpointer:
         self._closed = True
         for executor in (self._saver, self._encoders, self._uploaders):
             executor.shutdown()
+        self._buffers.close()
 
     def _open(self) -> RestoredState | None:
         """Claim, then look, restore, and seal what was really restored."""

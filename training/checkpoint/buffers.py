@@ -1,0 +1,205 @@
+"""The copy of a state into host buffers: the only moment at which training waits for a save.
+
+Tensors of at least `SMALL_BYTES` are a chunk each. Smaller ones share a slab for each item size, so that four
+hundred step counters cost one chunk. Buffers are reused from save to save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from training.checkpoint.chunks import ChunkData
+from training.checkpoint.dtypes import dtype_name
+from training.checkpoint.manifest import Layout, Tensor, layout_digest
+from training.checkpoint.snapshot import Snapshot, view_of
+from training.checkpoint.tree import Flat, flatten
+from training.errors import Invalid
+
+SMALL_BYTES = 16 * 1024
+_AS_BYTES = {torch.bool}
+_COPY_THREADS = max(1, min(4, os.cpu_count() or 1))  # one core does not use up the bandwidth of the memory
+_WORTH_A_THREAD = 8 * 1024 * 1024
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class SnapshotBuffers:
+    """One reusable set of host buffers, laid out for one structure of state."""
+
+    _signature: Any = None
+    _pinned: bool = False
+    _template: Snapshot | None = None
+    _views: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, state: Mapping[str, Any], copiers: ThreadPoolExecutor | None = None) -> Snapshot:
+        """Copy `state`. When this returns, the caller may change every tensor.
+
+        Args:
+            state: what to copy.
+            copiers: threads to copy with, beside this one.
+
+        Raises:
+            Invalid: a leaf cannot be saved; named.
+        """
+        flat = self.lay_out(state)
+        assert self._template is not None  # noqa: S101 - laid out just above
+        _copy(self._views, flat.tensors, copiers)
+        return Snapshot(
+            self._template.layout, self._template.layout_digest, flat.values, dict(self._template.chunks)
+        )
+
+    def lay_out(self, state: Mapping[str, Any]) -> Flat:
+        """Make buffers for the structure of a state, unless they are there. Returns the state in pieces."""
+        if not isinstance(state, Mapping):
+            raise Invalid(f"a state must be a mapping of names, not {type(state).__name__}")
+        flat = flatten(dict(state))
+        signature = (flat.tree, flat.keys, [(t.dtype, tuple(t.shape), t.is_cuda) for t in flat.tensors])
+        if self._template is None or signature != self._signature:
+            self._lay_out(flat)
+            self._signature = signature
+        return flat
+
+    def touch(self) -> None:
+        """Write to all of the memory, so that the first copy into it has no page faults."""
+        for chunk in self._template.chunks.values() if self._template is not None else ():
+            chunk.data.fill(0)
+
+    def twin(self) -> SnapshotBuffers:
+        """Another set for the same structure whose memory is there already: its first copy has no page faults."""
+        other = SnapshotBuffers(_signature=self._signature, _pinned=self._pinned)
+        if self._template is not None:
+            old = self._template.chunks
+            buffers = {
+                key: torch.zeros(chunk.data.size, dtype=torch.uint8, pin_memory=self._pinned)
+                for key, chunk in old.items()
+            }
+            items = {key: chunk.item_bytes for key, chunk in old.items()}
+            other._hold(self._template.layout, self._template.layout_digest, items, buffers)
+        return other
+
+    def _lay_out(self, flat: Flat) -> None:
+        sizes: dict[str, int] = {}
+        items: dict[str, int] = {}
+        entries = []
+        for key, tensor in zip(flat.keys, flat.tensors, strict=True):
+            item_bytes = tensor.element_size()
+            size_bytes = tensor.numel() * item_bytes
+            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{item_bytes}"
+            entries.append(
+                Tensor(
+                    key=key,
+                    dtype=dtype_name(tensor.dtype),
+                    shape=tuple(tensor.shape),
+                    offsets=(0,) * tensor.dim(),
+                    chunk=chunk,
+                    start=sizes.get(chunk, 0),
+                )
+            )
+            sizes[chunk] = sizes.get(chunk, 0) + size_bytes
+            items[chunk] = item_bytes
+        layout = Layout(tree=flat.tree, tensors=tuple(entries))
+        self._pinned = any(t.is_cuda for t in flat.tensors)
+        buffers = {k: torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for k, size in sizes.items()}
+        self._hold(layout, layout_digest(layout), items, buffers)
+
+    def _hold(
+        self, layout: Layout, digest: str, items: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._views = [view_of(buffers[entry.chunk], entry) for entry in layout.tensors]
+        dtypes = {entry.chunk: entry.dtype for entry in layout.tensors if entry.chunk == entry.key}
+        chunks = {k: ChunkData(items[k], buffer.numpy(), dtypes.get(k, "")) for k, buffer in buffers.items()}
+        self._template = Snapshot(layout, digest, [], chunks)
+
+
+class BufferPair:
+    """Two sets of buffers that take turns: one backs the last committed state, the other is free for the next.
+
+    Not more: the memory of all saves together is twice the state.
+    """
+
+    def __init__(self) -> None:
+        self._copiers = ThreadPoolExecutor(_COPY_THREADS, "retoma-copy")
+        self._spare: SnapshotBuffers | None = None
+        self._held: SnapshotBuffers | None = None
+        self._touched: Future[None] | None = None
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Have the memory for a state of this structure made in the background, before it is first needed."""
+        if self._spare is None and self._held is None:
+            self._spare = SnapshotBuffers()
+            self._spare.lay_out(state)
+            self._touched = self._copiers.submit(self._spare.touch)
+
+    def take(self, state: Mapping[str, Any]) -> tuple[Snapshot, SnapshotBuffers]:
+        """Copy a state into the free set. See `SnapshotBuffers.take`."""
+        if self._touched is not None:
+            self._touched.result()
+            self._touched = None
+        buffers, self._spare = self._spare or SnapshotBuffers(), None
+        try:
+            return buffers.take(state, self._copiers), buffers
+        except BaseException:
+            self._spare = buffers
+            raise
+
+    def give_back(self, buffers: SnapshotBuffers) -> None:
+        """After a failed save: the set is free again."""
+        self._spare = buffers
+
+    def hold(self, buffers: SnapshotBuffers) -> None:
+        """After a commit: the set backs the reference from now on, and the one before is free."""
+        self._spare, self._held = self._held or buffers.twin(), buffers
+
+    def close(self) -> None:
+        """End the threads."""
+        self._copiers.shutdown()
+
+
+def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor], copiers: ThreadPoolExecutor | None) -> None:
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    pairs = [
+        # as bytes, since a copy of bools turns every true one into 1
+        (view.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dtype in _AS_BYTES else (view, tensor)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
+    size_bytes = sum(view.nbytes for view, _ in pairs)
+    if on_gpu or copiers is None or size_bytes < 2 * _WORTH_A_THREAD:
+        _copy_all(pairs, on_gpu)
+    else:
+        first, *others = _shares(pairs, min(_COPY_THREADS, size_bytes // _WORTH_A_THREAD))
+        running = [copiers.submit(_copy_all, share, False) for share in others]
+        _copy_all(first, False)
+        for copy in running:
+            copy.result()
+    if on_gpu:
+        torch.cuda.synchronize()  # until here the optimizer could still overtake the copy
+
+
+def _copy_all(pairs: list[Pair], on_gpu: bool) -> None:
+    if pairs:
+        targets, sources = (list(side) for side in zip(*pairs, strict=True))
+        with torch.no_grad():  # one call for all: a thousand small copies are mostly Python otherwise
+            torch._foreach_copy_(targets, sources, non_blocking=on_gpu)  # resolves conj and neg views
+
+
+def _shares(pairs: list[Pair], count: int) -> list[list[Pair]]:
+    """About equal work for each thread; a tensor that is too large for one is cut along its first dimension."""
+    most = sum(view.nbytes for view, _ in pairs) // count + 1
+    shares: list[list[Pair]] = [[]]
+    room = most
+    for view, tensor in pairs:
+        while view.nbytes > room and view.dim() and len(shares) < count:
+            rows = room * view.shape[0] // view.nbytes
+            shares[-1].append((view[:rows], tensor[:rows]))
+            view, tensor = view[rows:], tensor[rows:]  # noqa: PLW2901 - the rest of it
+            shares.append([])
+            room = most
+        shares[-1].append((view, tensor))
+        room -= view.nbytes
+    return shares
