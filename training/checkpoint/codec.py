@@ -103,7 +103,7 @@ def encode_difference(new: Bytes, old: Bytes, item_bytes: int, groups: Mask) -> 
         return encode_frame(_subtract(new, old, item_bytes), item_bytes)
     changed_new, changed_old = gather(new, groups), gather(old, groups)
     bitmap = encode_frame(np.packbits(groups), 1)
-    values = encode_frame(_subtract(changed_new, changed_old, item_bytes), item_bytes)
+    values = encode_frame(_subtract(changed_new, changed_old, item_bytes), item_bytes) if groups.any() else b""
     return b"".join((_SPARSE_MARK, len(bitmap).to_bytes(4, "little"), bitmap, values))
 
 
@@ -151,6 +151,8 @@ def _apply_difference(encoded: bytes | memoryview, out: Bytes, item_bytes: int) 
     bitmap = np.empty(-(-count // 8), np.uint8)
     decode_frame(encoded[5:start], bitmap)
     groups = np.unpackbits(bitmap, count=count).view(np.bool_)
+    if not groups.any():
+        return
     difference = np.empty(np.count_nonzero(groups) * GROUP_BYTES, np.uint8)
     decode_frame(encoded[start:], difference)
     grouped = _grouped(out)
