@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,8 +31,8 @@ class Frozen(BaseModel):
 class CheckpointConfig(Frozen):
     """When to save and how. A save also happens at the end of every epoch."""
 
-    every_steps: int | Literal["auto"] = Field(
-        50, ge=0, description="optimizer steps between saves; 0: at epoch ends only; auto: by cost and failures"
+    every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        50, description="optimizer steps between saves; 0: at epoch ends only; auto: by cost and failures"
     )
     every_seconds: float | None = Field(None, gt=0, description="save when so much time has passed, too")
     deltas_per_base: int | None = Field(None, ge=0, description="most deltas after a base; default: by their cost")

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.bounded import BOUNDED, BoundedCodec, apply_bounded, encode_bounded
-from training.checkpoint.manifest import Manifest
+from training.checkpoint.bounded import BoundedCodec, apply_bounded, encode_bounded
+from training.checkpoint.manifest import BOUNDED, Manifest
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import MemoryStore
 
@@ -78,7 +78,8 @@ def test_errors_do_not_add_up_along_a_chain() -> None:
     restored = restore_checkpoint(store, 1, 29)
     error = (restored["model/w"] - states[29]["model/w"]).abs().max().item()
     (bound,) = (chunk.bound for chunk in manifests[29].chunks if chunk.key == "model~1w")
-    assert bound is not None and error <= bound
+    assert bound is not None
+    assert error <= bound
 
 
 def test_a_tensor_that_cannot_hold_its_bound_is_stored_without_loss() -> None:
@@ -114,10 +115,12 @@ def test_a_new_attempt_goes_on_from_what_was_reconstructed() -> None:
         assert restored is not None
         checkpointer.save(adam_like(2))
         committed = checkpointer.wait()
-    assert committed is not None and committed.manifest.kind == "delta"
+    assert committed is not None
+    assert committed.manifest.kind == "delta"
     (bound,) = (c.bound for c in committed.manifest.chunks if c.key == "exp_avg")
     error = (restore_checkpoint(store, 2, 2)["exp_avg"] - adam_like(2)["exp_avg"]).abs().max().item()
-    assert bound is not None and error <= bound
+    assert bound is not None
+    assert error <= bound
 
 
 def test_without_the_option_nothing_is_bounded() -> None:
@@ -139,4 +142,5 @@ def test_the_stated_error_is_that_of_a_reader(seed: int, items: int, codec: str,
     encoded, error = encode_bounded(codec, new.view(np.uint8), old.view(np.uint8), root)
     out = old.copy()
     apply_bounded(codec, encoded, out.view(np.uint8))
-    assert error == np.abs(out - new).max() and np.isfinite(error)
+    assert error == np.abs(out - new).max()
+    assert np.isfinite(error)

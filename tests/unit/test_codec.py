@@ -87,7 +87,8 @@ def test_few_changed_rows_cost_a_few_bytes_and_are_coded_sparsely() -> None:
     new[rows] += 1e-3
     flat_old, flat_new = old.view(np.uint8).reshape(-1), new.view(np.uint8).reshape(-1)
     groups = changed_groups(flat_new, flat_old)
-    assert groups.sum() == 600 and is_sparse(groups)
+    assert groups.sum() == 600
+    assert is_sparse(groups)
     encoded = encode_difference(flat_new, flat_old, 4, groups)
     assert len(encoded) < 300 * 128 + 1500, "more than the changed rows and where they are"
 

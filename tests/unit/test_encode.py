@@ -9,9 +9,8 @@ import torch
 
 from tests.support.bits import bits
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.checkpointer import find_newest
 from training.checkpoint.manifest import CAST, Manifest
-from training.checkpoint.restore import restore_checkpoint
+from training.checkpoint.restore import find_newest, restore_checkpoint
 from training.checkpoint.store import MemoryStore
 
 ROWS = 4096
@@ -64,7 +63,8 @@ def test_touched_rows_of_an_embedding_cost_in_proportion() -> None:
 def test_an_unchanged_state_writes_no_pack_at_all() -> None:
     state = {"w": randn(300, 300), "step": 3}
     _, again = saved(MemoryStore(), [state, state])
-    assert again.packs == () and again.chunks == ()
+    assert again.packs == ()
+    assert again.chunks == ()
 
 
 def test_only_the_frame_that_changed_is_written() -> None:
@@ -88,7 +88,8 @@ class TestCopiesOfMasters:
         for manifest in manifests:
             assert modes(manifest)["model/w"] == CAST
             (entry,) = (chunk for chunk in manifest.chunks if chunk.key == "model/w")
-            assert entry.source == "optimizer/master" and all(frame.length == 0 for frame in entry.frames)
+            assert entry.source == "optimizer/master"
+            assert all(frame.length == 0 for frame in entry.frames)
 
     def test_a_copy_that_is_none_in_one_element_is_stored(self) -> None:
         manifests = saved(
@@ -149,7 +150,8 @@ def test_the_reference_of_a_restored_chain_is_the_state_that_was_saved() -> None
     states = [{"w": randn(300, 300) * (1 + step * 1e-4), "copy": None} for step in range(3)]
     saved(store, states)
     found, skipped = find_newest(store, "default")
-    assert found is not None and not skipped
+    assert found is not None
+    assert not skipped
     assert bytes(found.reference.chunks["w"].data) == states[-1]["w"].numpy().tobytes()  # type: ignore[union-attr]
     found.state["w"].zero_()
     assert found.reference.chunks["w"].data.any(), "the caller's state and the reference share memory"

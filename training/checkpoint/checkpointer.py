@@ -91,6 +91,8 @@ class IncrementalCheckpointer:
             raise Invalid("interval, encode_threads and upload_threads must be at least 1")
         if min(deltas_per_base or 0, max_failed_saves) < 0 or on_busy not in ("wait", "skip"):
             raise Invalid("deltas_per_base and max_failed_saves must be at least 0, on_busy wait or skip")
+        if restore_seconds is not None and not restore_seconds > 0:
+            raise Invalid(f"restore_seconds must be more than 0, not {restore_seconds}")
         self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
         self.interval = interval
         self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN

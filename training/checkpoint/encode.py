@@ -32,7 +32,7 @@ from training.checkpoint.codec import (
 )
 from training.checkpoint.manifest import BALANCED, CAST, CODEC, Chunk, Frame
 
-_IN_FLIGHT = 4  # coded frames that wait for their turn: bounds memory at 16 MiB and a little
+FRAMES_IN_FLIGHT = 4  # coded frames that wait for their turn: bounds memory at 16 MiB and a little
 R = TypeVar("R")
 
 
@@ -189,7 +189,7 @@ def _in_order(futures: Iterator[Future[Any]]) -> Iterator[Any]:
     waiting: deque[Future[Any]] = deque()
     for future in futures:
         waiting.append(future)
-        if len(waiting) >= _IN_FLIGHT:
+        if len(waiting) >= FRAMES_IN_FLIGHT:
             yield _result(waiting.popleft())
     while waiting:
         yield _result(waiting.popleft())
