@@ -18,7 +18,7 @@ from training.checkpoint.codec import encoded_checksum
 from training.checkpoint.store import Store
 from training.errors import Corrupt
 
-_PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 8 * 1024 * 1024
 _GAP_BYTES = 64 * 1024  # bytes that nobody asked for, read rather than asked around
 _AHEAD = 8  # pieces that are read before their turn: bounds memory, with those of the chain in use
 _THREADS = 4
@@ -42,12 +42,13 @@ class PackReader:
     Args:
         store: the run's store.
         sources: all frames that will be taken, in about that order.
+        piece_bytes: read with one request. One piece of each pack of the chain is in memory at a time.
     """
 
-    def __init__(self, store: Store, sources: Iterable[Source]) -> None:
+    def __init__(self, store: Store, sources: Iterable[Source], piece_bytes: int = PIECE_BYTES) -> None:
         self._store = store
         wanted = list(dict.fromkeys(sources))
-        self._pieces = _plan(wanted)
+        self._pieces = _plan(wanted, piece_bytes)
         self._starts = {pack: [piece.start for piece in pieces] for pack, pieces in self._pieces.items()}
         first_use = {id(piece): piece for piece in (self._piece(source) for source in wanted)}
         self._queue = list(reversed(first_use.values()))
@@ -105,7 +106,7 @@ class PackReader:
                 self._fetch(piece)
 
 
-def _plan(sources: list[Source]) -> dict[str, list[_Piece]]:
+def _plan(sources: list[Source], piece_bytes: int) -> dict[str, list[_Piece]]:
     """Pieces of each pack, ascending."""
     by_pack: dict[str, list[Source]] = {}
     for source in sources:
@@ -116,7 +117,7 @@ def _plan(sources: list[Source]) -> dict[str, list[_Piece]]:
         for source in sorted(found, key=lambda one: one.frame.offset):
             start, stop = source.frame.offset, source.frame.offset + source.frame.length
             last = pieces[pack][-1] if pieces[pack] else None
-            if last is None or start > last.stop + _GAP_BYTES or stop > last.start + _PIECE_BYTES:
+            if last is None or start > last.stop + _GAP_BYTES or stop > last.start + piece_bytes:
                 last = _Piece(pack, start, stop)
                 pieces[pack].append(last)
             last.stop = max(last.stop, stop)

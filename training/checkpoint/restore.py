@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import numpy as np
-
-from training.checkpoint.cast import cast_frame
-from training.checkpoint.chain import Chain, ChunkPlan, check_packs, plan_chunks, read_chain
-from training.checkpoint.chunks import Bytes, ChunkData
-from training.checkpoint.codec import apply_frame, frame_digest
+from training.checkpoint.chain import Chain, check_packs, plan_chunks, read_chain
 from training.checkpoint.encode import Reference
+from training.checkpoint.frames import read_chunks
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import Committed, Manifest, Position, manifest_key
 from training.checkpoint.policy import Cost
-from training.checkpoint.reader import PackReader
 from training.checkpoint.snapshot import rebuild
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped
@@ -175,70 +169,3 @@ def _load(store: Store, chain: Chain, skipped: list[Skipped], threads: int | Non
         chain=chain,
         bytes_per_second=max(work_bytes, 1) / seconds,
     )
-
-
-def read_chunks(store: Store, plans: dict[str, ChunkPlan], executor: Executor) -> dict[str, ChunkData]:
-    """The bytes of all chunks, verified frame by frame.
-
-    Raises:
-        Corrupt: names the pack or chunk.
-    """
-    chunks = {key: ChunkData(p.item_bytes, np.empty(p.size_bytes, np.uint8)) for key, p in plans.items()}
-    stored = {key: plan for key, plan in plans.items() if plan.cast_from is None}
-    sources = (one for plan in stored.values() for frame in plan.sources for one in reversed(frame))
-    with PackReader(store, sources) as reader:
-        _run_all(executor, _reads(reader, stored, chunks))
-        _run_all(executor, _casts({k: p for k, p in plans.items() if k not in stored}, chunks))
-    return chunks
-
-
-def read_frame(reader: PackReader, key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
-    """One frame of a chunk: from its full form on, all deltas are applied while it is in the cache.
-
-    Raises:
-        Corrupt: something is missing or damaged, or the result is not what was committed.
-    """
-    sources = plan.sources[number]
-    for source in reversed(sources):
-        try:
-            apply_frame(source.codec, source.delta, reader.take(source), out, plan.item_bytes)
-        except Corrupt as error:
-            raise Corrupt(f"{source.pack}: {error.message}", hint=error.hint, key=source.pack) from error
-    _check_frame(key, plan, number, out, sources[0].pack)
-
-
-def _reads(
-    reader: PackReader, plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]
-) -> Iterator[Callable[[], None]]:
-    for key, plan in plans.items():
-        for number, out in enumerate(chunks[key].frames()):
-            yield partial(read_frame, reader, key, plan, number, out)
-
-
-def _casts(plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]) -> Iterator[Callable[[], None]]:
-    def cast(key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
-        assert plan.cast_from is not None  # noqa: S101 - the caller chose
-        out[:] = cast_frame(number, out.size, chunks[plan.cast_from].data)
-        _check_frame(key, plan, number, out, plan.cast_from)
-
-    for key, plan in plans.items():
-        for number, out in enumerate(chunks[key].frames()):
-            yield partial(cast, key, plan, number, out)
-
-
-def _check_frame(key: str, plan: ChunkPlan, number: int, out: Bytes, place: str) -> None:
-    expected, actual = plan.sources[number][0].frame.digest, frame_digest(out)
-    if expected != actual:
-        raise Corrupt(f"chunk {key} frame {number}: expected digest {expected}, actual {actual}", key=place)
-
-
-def _run_all(executor: Executor, jobs: Iterator[Callable[[], None]]) -> None:
-    """All jobs; after a failure none that has not begun."""
-    futures = [executor.submit(job) for job in jobs]
-    try:
-        for future in futures:
-            future.result()
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
