@@ -14,9 +14,16 @@ from typing import Protocol
 
 import pytest
 
-from tests.support.faults import failing_fsync, failing_writes, run_script, start_script
+from tests.support.faults import RuledStore, failing_fsync, failing_writes, run_script, start_script
+from tests.support.s3_servers import RawBucket, S3Server, set_aws
 from training.checkpoint.store import LocalStore, MemoryStore, NotFound, ObjectInfo, Store, open_store
+from training.checkpoint.store.faulty import FaultyStore
+from training.checkpoint.store.metered import MeteredStore
+from training.checkpoint.store.retry import RetryingStore
+from training.checkpoint.store.s3 import S3Store
 from training.errors import Corrupt, Invalid, Unavailable
+
+pytest_plugins = ["tests.support.s3_fixtures"]
 
 
 class Raw(Protocol):
@@ -58,12 +65,32 @@ class RawDict:
         return dict(self.objects)
 
 
-@pytest.fixture(params=["local", "memory"])
-def stored(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Raw]:
+WRAPPERS: dict[str, Callable[[Store], Store]] = {
+    "retrying": RetryingStore,
+    "metered": MeteredStore,
+    "faulty": FaultyStore,
+    "ruled": RuledStore,
+}
+SERVERS = ["moto", "seaweed"]
+on_s3 = pytest.mark.xdist_group("s3")
+STORES = ["local", "memory", *WRAPPERS, *(pytest.param(name, marks=on_s3) for name in SERVERS)]
+
+
+def _as_it_is(store: Store) -> Store:
+    return store
+
+
+@pytest.fixture(params=STORES)
+def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Raw]:
     if request.param == "local":
         return LocalStore(tmp_path / "store"), RawFiles(tmp_path / "store")
+    if request.param in SERVERS:
+        server: S3Server = request.getfixturevalue(f"{request.param}_process")
+        set_aws(monkeypatch, server.url)
+        raw = RawBucket(server.client, f"contract/{tmp_path.name.replace('_', '-')}-{os.getpid()}")
+        return S3Store(raw.url), raw
     memory = MemoryStore()
-    return memory, RawDict(memory._objects)
+    return WRAPPERS.get(request.param, _as_it_is)(memory), RawDict(memory._objects)
 
 
 Writer = Callable[[Store, str, Sequence[bytes]], None]
@@ -108,6 +135,38 @@ def test_what_is_there_is_never_overwritten(stored: tuple[Store, Raw]) -> None:
     assert raw.everything() == {"a/b": b"first"}
 
 
+def test_an_empty_object_is_an_object(stored: tuple[Store, Raw]) -> None:
+    store, raw = stored
+    assert store.put_if_absent("a/empty", b"") is True
+    assert store.put_if_absent("a/empty", b"x") is False
+    assert store.put_if_absent("a/empty", b"") is False
+    raw.write("a/full", b"x")
+    assert store.put_if_absent("a/full", b"") is False
+    assert store.exists("a/empty")
+    assert store.get("a/empty") == store.read("a/empty", 0, 5) == b""
+    assert raw.everything() == {"a/empty": b"", "a/full": b"x"}
+
+
+def test_ages_are_those_of_the_same_listing_and_nothing_new_is_old(stored: tuple[Store, Raw]) -> None:
+    store, _ = stored
+    assert store.ages("") == []
+    store.put("packs/000001/a.pack", [b"12"])
+    store.put("packs/000002/b.pack", [b"3"])
+    for prefix in ("", "packs/", "packs/000001/"):
+        rows = store.ages(prefix)
+        assert [ObjectInfo(key, size) for key, size, _ in rows] == store.list(prefix)
+        assert all(0 <= age < 30 for _, _, age in rows)
+    with pytest.raises(Invalid, match="prefix"):
+        store.ages("../")
+
+
+def test_a_store_where_all_is_finished_has_nothing_unfinished(stored: tuple[Store, Raw]) -> None:
+    store, raw = stored
+    store.put("packs/000001/a.pack", [b"12"])
+    assert store.unfinished() == []
+    assert set(raw.everything()) == {"packs/000001/a.pack"}
+
+
 def test_putting_equal_bytes_again_is_a_no_op(stored: tuple[Store, Raw]) -> None:
     store, raw = stored
     store.put("a/b", [b"sa", b"me"])
@@ -118,8 +177,9 @@ def test_putting_equal_bytes_again_is_a_no_op(stored: tuple[Store, Raw]) -> None
 
 def test_of_eight_threads_exactly_one_wins_and_the_bytes_are_its_own(stored: tuple[Store, Raw]) -> None:
     store, raw = stored
+    races = 3 if isinstance(store, S3Store) else 25  # SeaweedFS takes a second for eight at one key
     with ThreadPoolExecutor(8) as executor:
-        for race in range(25):
+        for race in range(races):
             barrier = Barrier(8)
 
             def contend(who: int, key: str = f"tokens/{race:06d}.claim.json", start: Barrier = barrier) -> bool:
@@ -129,7 +189,7 @@ def test_of_eight_threads_exactly_one_wins_and_the_bytes_are_its_own(stored: tup
             won = list(executor.map(contend, range(8)))
             assert won.count(True) == 1
             assert raw.read(f"tokens/{race:06d}.claim.json") == str(won.index(True)).encode() * 1000
-    assert len(raw.everything()) == 25
+    assert len(raw.everything()) == races
 
 
 def test_reads_of_ranges_end_where_the_object_ends(stored: tuple[Store, Raw]) -> None:

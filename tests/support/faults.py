@@ -2,80 +2,43 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from training.checkpoint.store import Aged, Buffer, ObjectInfo, Store, Unfinished
+from training.checkpoint.store import Store
+from training.checkpoint.store.wrapper import Request, StoreWrapper
 
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 Rule = Callable[[str, str], None]
 
 
-class RuledStore:
-    """A store before whose every operation a rule is asked; it may wait or raise. Counts what was asked for."""
+class RuledStore(StoreWrapper):
+    """A store before whose every operation a rule is asked; it may wait or raise. Counts what was asked for.
+
+    `FaultyStore` does what it was told beforehand; a rule can look at the test around it.
+    """
 
     def __init__(self, inner: Store, rule: Rule = lambda operation, key: None) -> None:
-        self.inner = inner
-        self.url = inner.url
+        super().__init__(inner)
         self.rule = rule
         self.operations: list[tuple[str, str]] = []
         self.written_bytes = 0
 
-    def _ask(self, operation: str, key: str) -> None:
-        self.operations.append((operation, key))
-        self.rule(operation, key)
-
-    def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        self._ask("put", key)
-        self.written_bytes += sum(memoryview(part).nbytes for part in parts)
-        self.inner.put(key, parts)
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        self._ask("put_if_absent", key)
-        self.written_bytes += len(data)
-        return self.inner.put_if_absent(key, data)
-
-    def get(self, key: str) -> bytes:
-        self._ask("get", key)
-        return self.inner.get(key)
-
-    def read(self, key: str, offset: int, length: int) -> bytes:
-        self._ask("read", key)
-        return self.inner.read(key, offset, length)
-
-    def exists(self, key: str) -> bool:
-        self._ask("exists", key)
-        return self.inner.exists(key)
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        self._ask("list", prefix)
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._ask("delete", key)
-        self.inner.delete(key)
-
-    def ages(self, prefix: str) -> builtins.list[Aged]:
-        self._ask("ages", prefix)
-        return self.inner.ages(prefix)
-
-    def unfinished(self) -> builtins.list[Unfinished]:
-        self._ask("unfinished", "")
-        return self.inner.unfinished()
-
-    def abort(self, unfinished: Unfinished) -> None:
-        self._ask("abort", unfinished.key)
-        self.inner.abort(unfinished)
+    def _call(self, request: Request, ask: Callable[[], T]) -> T:
+        self.operations.append((request.operation, request.key))
+        self.rule(request.operation, request.key)
+        self.written_bytes += request.sent_bytes
+        return ask()
 
 
 class Gate:

@@ -6,13 +6,11 @@ their keys are unique, so that the look before the upload is enough, and whateve
 
 from __future__ import annotations
 
-import asyncio
 import builtins
+import contextlib
 import re
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from datetime import datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from training.checkpoint.store.base import (
     Aged,
@@ -23,12 +21,10 @@ from training.checkpoint.store.base import (
     check_key,
     check_prefix,
 )
-from training.checkpoint.store.s3_client import S3Client, S3Options
-from training.checkpoint.store.s3_errors import ConditionFailed, Conflict, OutOfRange
-from training.checkpoint.store.s3_loop import run
-from training.errors import Corrupt, Invalid, Unavailable
-
-T = TypeVar("T")
+from training.checkpoint.store.s3_client import S3Client, S3Options, age_seconds, server_time
+from training.checkpoint.store.s3_errors import ConditionFailed, Conflict, OutOfRange, UploadGone
+from training.checkpoint.store.s3_loop import all_of, run
+from training.errors import Corrupt, Invalid, RetomaError, Unavailable
 
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.\-]{1,61}[a-z0-9])(?:/([^?#@\\\x00-\x20]*))?")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+)")
@@ -66,46 +62,43 @@ class S3Store:
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """See `Store.put`."""
         views = [memoryview(part).cast("B") for part in parts]
-        self._run(self._put(check_key(key), views))
+        run(self._put(check_key(key), views))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See `Store.put_if_absent`."""
-        return self._run(self._create(check_key(key), bytes(data)))
+        return run(self._create(check_key(key), bytes(data)))
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
-        return self._run(self._range(check_key(key), 0, None))
+        return run(self._range(check_key(key), 0, None))
 
     def read(self, key: str, offset: int, length: int) -> bytes:
         """See `Store.read`."""
-        return self._run(self._range(check_key(key), offset, offset + length))
+        return run(self._range(check_key(key), offset, offset + length))
 
     def exists(self, key: str) -> bool:
         """See `Store.exists`."""
-        return self._run(self._exists(check_key(key)))
+        return run(self._exists(check_key(key)))
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """See `Store.list`."""
-        return self._run(self._list(check_prefix(prefix)))
+        return run(self._list(check_prefix(prefix)))
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        self._run(self._delete(check_key(key)))
+        run(self._delete(check_key(key)))
 
     def ages(self, prefix: str) -> builtins.list[Aged]:
         """See `Store.ages`."""
-        return self._run(self._ages(check_prefix(prefix)))
+        return run(self._ages(check_prefix(prefix)))
 
     def unfinished(self) -> builtins.list[Unfinished]:
         """See `Store.unfinished`: multipart uploads."""
-        return self._run(self._unfinished())
+        return run(self._unfinished())
 
     def abort(self, unfinished: Unfinished) -> None:
         """See `Store.abort`."""
-        self._run(self._abort(check_key(unfinished.key), unfinished.name))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return run(work)
+        run(self._abort(check_key(unfinished.key), unfinished.name))
 
     # --- writing
 
@@ -148,7 +141,8 @@ class S3Store:
                 IfNoneMatch="*",
             )
         except BaseException as error:  # also an interrupt: no part may be left, and no object ever appear
-            await self._abort(key, begun["UploadId"])
+            with contextlib.suppress(RetomaError):  # the server is away: `unfinished` will find it later
+                await self._abort(key, begun["UploadId"])
             if isinstance(error, ConditionFailed):
                 return False
             raise
@@ -174,7 +168,7 @@ class S3Store:
                 sums = {name: value for name, value in answer.items() if re.fullmatch("Checksum[A-Z0-9]+", name)}
                 finished[number] = {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
-        await _all(work() for _ in range(self.options.concurrency))
+        await all_of(work() for _ in range(self.options.concurrency))
         return [finished[number] for number in sorted(finished)]
 
     async def _delete(self, key: str) -> None:
@@ -188,7 +182,7 @@ class S3Store:
             await self._client.call(
                 "aborting the upload of", key, "abort_multipart_upload", Key=self._prefix + key, UploadId=upload
             )
-        except NotFound:
+        except (NotFound, UploadGone):
             return
 
     # --- reading
@@ -222,7 +216,7 @@ class S3Store:
             for offset in offsets:
                 pieces[offset] = (await self._fetch(key, offset, min(end, offset + step), first.etag)).data
 
-        await _all(work() for _ in range(self.options.concurrency))
+        await all_of(work() for _ in range(self.options.concurrency))
         return b"".join(pieces[offset] for offset in sorted(pieces)) if len(pieces) > 1 else first.data
 
     async def _fetch(self, key: str, start: int, stop: int, etag: str = "") -> _Piece:
@@ -249,8 +243,8 @@ class S3Store:
     async def _ages(self, prefix: str) -> builtins.list[Aged]:
         found = []
         async for page in self._pages("list_objects_v2", ["ContinuationToken"], prefix):
-            now = _server_time(page)
-            found += [Aged(key, e["Size"], _age(now, e["LastModified"])) for key, e in self._entries(page)]
+            now = server_time(page)
+            found += [Aged(key, e["Size"], age_seconds(now, e["LastModified"])) for key, e in self._entries(page)]
         return sorted(found)
 
     def _entries(self, page: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -262,11 +256,11 @@ class S3Store:
     async def _unfinished(self) -> builtins.list[Unfinished]:
         found = []
         async for answer in self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], ""):
-            now = _server_time(answer)
+            now = server_time(answer)
             for entry in answer.get("Uploads", ()):
                 if entry["Key"].startswith(self._prefix):
                     key = entry["Key"][len(self._prefix) :]
-                    found.append(Unfinished(entry["UploadId"], key, _age(now, entry["Initiated"])))
+                    found.append(Unfinished(entry["UploadId"], key, age_seconds(now, entry["Initiated"])))
         return sorted(found)
 
     async def _pages(self, method: str, markers: Sequence[str], prefix: str) -> AsyncIterator[dict[str, Any]]:
@@ -283,17 +277,6 @@ class S3Store:
                 raise Unavailable(f"listing {self.url}: the server gave a part of it, and no way to the rest")
 
 
-async def _all(work: Iterator[Coroutine[Any, Any, None]]) -> None:
-    """Run side by side. The first error ends the others, and is raised when they have ended."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _slices(views: Sequence[memoryview], size: int) -> Iterator[builtins.list[memoryview]]:
     """The concatenation of `views`, cut every `size` bytes, without copying any."""
     piece: builtins.list[memoryview] = []
@@ -308,15 +291,3 @@ def _slices(views: Sequence[memoryview], size: int) -> Iterator[builtins.list[me
                 piece, room = [], size
     if piece:
         yield piece
-
-
-def _server_time(answer: dict[str, Any]) -> datetime:
-    """The Date of the answer. Any HTTP server sends one, to the second like the times in listings."""
-    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    if not date:
-        raise Invalid("the server's answers carry no Date: ages of objects cannot be known")
-    return parsedate_to_datetime(date)
-
-
-def _age(now: datetime, then: datetime) -> float:
-    return max(0.0, (now - then).total_seconds())

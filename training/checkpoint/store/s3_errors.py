@@ -20,7 +20,7 @@ _WRONG_REGION = frozenset(
 )
 _TRANSIENT = frozenset(
     "SlowDown Throttling RequestTimeout RequestLimitExceeded InternalError ServiceUnavailable OperationAborted "
-    "BadDigest IncompleteBody XAmzContentSHA256Mismatch XAmzContentChecksumMismatch NoSuchUpload".split()
+    "BadDigest IncompleteBody XAmzContentSHA256Mismatch XAmzContentChecksumMismatch".split()
 )
 _NO_CREDENTIALS = frozenset(
     "NoCredentialsError PartialCredentialsError ProfileNotFound ConfigNotFound ConfigParseError "
@@ -39,6 +39,10 @@ class Conflict(Exception):
 
 class OutOfRange(Exception):
     """416: the object ends before the first byte that was asked for."""
+
+
+class UploadGone(Unavailable):
+    """404: the multipart upload was aborted, or completed."""
 
 
 class Answer(NamedTuple):
@@ -97,6 +101,7 @@ def _of_answer(answer: Answer, what: str, url: str, bucket: str, key: str | None
         (code in _NO_SPACE or status == 507, lambda: _no_space(answer, what, url, key)),
         (code in EXPIRED, lambda: _expired(answer, what, key)),
         (code in _TRANSIENT or status == 429 or status >= 500, lambda: Unavailable(f"{what}: {answer}", key=key)),
+        (code == "NoSuchUpload", lambda: UploadGone(f"{what}: {answer}", key=key)),
         (status == 409, lambda: Conflict(str(answer))),
         (status == 404, lambda: NotFound(f"no object {key} in {url}", key=key)),
         (code in _WRONG_REGION or status in (301, 307), lambda: _wrong_region(answer, what, key)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -64,6 +64,17 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             future.cancel()
             ended.wait(CLEANUP_SECONDS)
         raise
+
+
+async def all_of(work: Iterator[Coroutine[Any, Any, None]]) -> None:
+    """Run side by side. The first error ends the others, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _LastCallExecutor(ThreadPoolExecutor):
