@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.faults import RuledStore, failing_fsync, failing_writes, run_script, start_script
 from tests.support.s3_servers import RawBucket, S3Server, set_aws
-from training.checkpoint.store import LocalStore, MemoryStore, NotFound, ObjectInfo, Store, open_store
+from training.checkpoint.store import LocalStore, MemoryStore, NotFound, ObjectInfo, Store, Unfinished, open_store
 from training.checkpoint.store.faulty import FaultyStore
 from training.checkpoint.store.metered import MeteredStore
 from training.checkpoint.store.retry import RetryingStore
@@ -407,6 +407,50 @@ def test_a_process_killed_in_the_middle_of_a_put_leaves_no_object(tmp_path: Path
     assert store.exists("packs/000001/x.pack") is False
     store.put("packs/000001/x.pack", [b"y"])
     assert store.list("") == [ObjectInfo("packs/000001/x.pack", 1)]
+    (left,) = store.unfinished()
+    assert (left.name, left.key) == (*leftovers, "packs/000001")
+    assert 0 <= left.age_seconds < 60
+    store.abort(left)
+    store.abort(left)
+    assert store.unfinished() == []
+    assert RawFiles(tmp_path).everything() == {"packs/000001/x.pack": b"y"}
+
+
+@pytest.mark.parametrize(
+    "name", ["packs/000001/x.pack", "../.tmp-x", "/etc/.tmp-x", "packs/../../.tmp-x", ".tmp-x/a"]
+)
+def test_nothing_but_a_temporary_file_of_the_store_is_aborted(tmp_path: Path, name: str) -> None:
+    store, outside = LocalStore(tmp_path / "store"), tmp_path / ".tmp-x"
+    store.put("packs/000001/x.pack", [b"y"])
+    outside.write_bytes(b"z")
+    with pytest.raises(Invalid):
+        store.abort(Unfinished(name, "packs/000001", 0.0))
+    assert store.get("packs/000001/x.pack") == b"y"
+    assert outside.exists()
+
+
+def test_ages_in_a_folder_are_by_the_file_system_s_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", [b"1"])
+    store.put("b", [b"1"])
+    written = (tmp_path / "a").stat().st_mtime
+    os.utime(tmp_path / "a", (written, written - 1000))
+    monkeypatch.setattr("time.time", lambda: 0.0)  # a machine whose clock stands
+    ages = {key: age for key, _, age in store.ages("")}
+    assert 1000 <= ages["a"] < 1060
+    assert 0 <= ages["b"] < 60
+    assert set(RawFiles(tmp_path).everything()) == {"a", "b"}
+
+
+def test_ages_in_memory_are_by_the_clock_that_was_given() -> None:
+    now = [100.0]
+    store = MemoryStore(clock=lambda: now[0])
+    store.put("a", [b"1"])
+    now[0] = 130.0
+    store.put_if_absent("b", b"1")
+    store.put_if_absent("a", b"2")
+    now[0] = 135.0
+    assert [(key, age) for key, _, age in store.ages("")] == [("a", 35.0), ("b", 5.0)]
 
 
 # --- addresses

@@ -1,7 +1,8 @@
 """A store with faults, for drills and tests: what a network and a store can do to a writer, on demand.
 
-Each decision depends on the seed, the operation, its key, and how often that was asked before; not on the clock,
-and not on the order in which threads come. A drill that has found something is repeated by its seed.
+A fault with a probability depends on the seed, the operation, its key, and how often that was asked before: not on
+the clock, and not on the order in which threads come. So a drill that has found something is repeated by its seed.
+(`after` and `times` count all calls that match, in the order in which they come.)
 """
 
 from __future__ import annotations
