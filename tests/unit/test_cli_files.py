@@ -11,6 +11,7 @@ import torch
 
 from infra.settings import Settings
 from tests.support.bits import bits, random_bits
+from tests.support.s3_servers import BUCKET, S3Server
 from tests.unit.test_cli import ROOT, run_command
 from training.checkpoint import IncrementalCheckpointer, Position
 from training.checkpoint.adapters.importing import read_foreign
@@ -18,6 +19,8 @@ from training.checkpoint.history import read_lineage
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import open_store
 from training.errors import Corrupt, Invalid
+
+pytest_plugins = ["tests.support.s3_fixtures"]
 
 
 @pytest.fixture
@@ -117,3 +120,24 @@ def test_errors_of_the_child_keep_their_kind_and_hint(
     assert code == Corrupt.exit_code
     assert "none of the run's checkpoints is intact" in error
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.xdist_group("s3")
+def test_a_store_in_a_bucket_is_named_by_its_url_and_the_settings_say_where(
+    settings: Settings,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    moto: S3Server,
+    tmp_path: Path,
+) -> None:
+    url = f"s3://{BUCKET}/runs/of-the-command"
+    a_run(url)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    monkeypatch.setenv("RETOMA_S3_ENDPOINT_URL", moto.url)
+    code, text, _ = run_command(capsys, "restore", url, "--to", "out", "--json")
+    assert code == 0
+    assert json.loads(text)["run"] == "digits"
+    assert bits(read_foreign(tmp_path / "out").state) == bits(a_state(2))
+    monkeypatch.setenv("RETOMA_CHECKPOINTS_URL", f"s3://{BUCKET}/runs")
+    code, text, _ = run_command(capsys, "show", "of-the-command", "--json")
+    assert (code, len(json.loads(text)["chain"])) == (0, 3)
