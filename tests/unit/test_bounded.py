@@ -144,3 +144,15 @@ def test_the_stated_error_is_that_of_a_reader(seed: int, items: int, codec: str,
     apply_bounded(codec, encoded, out.view(np.uint8))
     assert error == np.abs(out - new).max()
     assert np.isfinite(error)
+
+
+def test_a_copy_of_a_bounded_master_follows_it_within_a_bound_of_its_own() -> None:
+    masters = [adam_like(step)["model/w"] for step in range(4)]
+    states = [{"copy": master.bfloat16(), "master": master} for master in masters]
+    store, manifests = save_all(states, bounded="int8")
+    for manifest, state in zip(manifests[1:], states[1:], strict=True):
+        restored = restore_checkpoint(store, 1, manifest.sequence)
+        bounds = {chunk.key: chunk.bound for chunk in manifest.chunks}
+        assert torch.equal(restored["copy"], restored["master"].bfloat16())
+        error = (restored["copy"].float() - state["copy"].float()).abs().max().item()
+        assert error <= (bounds["copy"] or 0.0)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -279,31 +279,50 @@ def test_a_reader_written_from_the_page_gets_every_bit(token: int, sequence: int
 def test_the_reader_of_the_page_reads_chunks_of_several_frames(tmp_path: Path) -> None:
     names, numbers = reader(), torch.Generator().manual_seed(0)
     large = torch.randint(0, 2**31, (2_500_000,), generator=numbers, dtype=torch.int32)  # 10 MB, three frames
+    noise = torch.randint(0, 2**31, (2_500_000,), generator=numbers, dtype=torch.int32)
     saved = []
     with IncrementalCheckpointer(tmp_path) as checkpointer:
-        for change in range(5):
+        for change in range(4):
             if change == 1:
                 large[1_500_000:1_600_000] += 1  # the second frame, a delta
             if change == 2:
                 large[:100] += 1  # the first one
-            if change == 3:  # the second one anew: nothing is gained by a delta
-                large[1_100_000:2_000_000] = torch.randint(
-                    0, 2**31, (900_000,), generator=numbers, dtype=torch.int32
-                )
-            if change == 4:
+            if change == 3:
                 large[1_000_000:1_200_000] -= 1  # the first and the second one
-            checkpointer.save({"large": large})
+            noise[1_100_000:2_000_000] = torch.randint(0, 2**31, (900_000,), generator=numbers, dtype=torch.int32)
+            checkpointer.save({"large": large, "noise": noise})
             checkpointer.wait()
-            saved.append(large.clone())
-    lineage = [read_committed(LocalStore(tmp_path), 1, n).manifest.chunks[0] for n in range(5)]
-    assert {(chunk.mode, len(chunk.frames)) for chunk in lineage} >= {
-        ("full", 3),
-        ("delta", 1),
-        ("full", 1),
-        ("delta", 2),
-    }
-    for sequence, tensor in enumerate(saved):
-        assert names["read"](tmp_path, 1, sequence)["large"].data == tensor_bytes(tensor)
+            saved.append({"large": large.clone(), "noise": noise.clone()})
+    lineage = [read_committed(LocalStore(tmp_path), 1, n).manifest for n in range(4)]
+    shapes = [{c.key: (c.mode, len(c.frames)) for c in manifest.chunks} for manifest in lineage]
+    assert [shape["large"] for shape in shapes] == [("full", 3), ("delta", 1), ("delta", 1), ("delta", 2)]
+    assert shapes[1]["noise"] == ("full", 1)
+    for sequence, state in enumerate(saved):
+        found = names["read"](tmp_path, 1, sequence)
+        assert {key: value.data for key, value in found.items()} == {k: tensor_bytes(t) for k, t in state.items()}
+
+
+@pytest.mark.parametrize("bounded", [None, "int8", "int4"])
+def test_the_reader_of_the_page_reads_every_codec(tmp_path: Path, bounded: Literal["int8", "int4"] | None) -> None:
+    names, codecs = reader(), set()
+    numbers = torch.Generator().manual_seed(0)
+    master, table = torch.randn(1_500_000, generator=numbers), torch.randn(4001, 33, generator=numbers)
+    moment = torch.rand(30_001, generator=numbers)
+    with IncrementalCheckpointer(tmp_path, bounded=bounded) as checkpointer:
+        for step in range(4):
+            master.mul_(1.001)
+            table[step * 7 :: 1000] += 1e-3
+            moment.mul_(0.99)
+            state = {"copy": master.bfloat16(), "m": {"exp_avg_sq": moment}, "master": master, "table": table}
+            checkpointer.save(state)
+            committed = checkpointer.wait()
+            assert committed is not None
+            codecs |= {chunk.codec for chunk in committed.manifest.chunks}
+            restored = checkpointer.restore()
+            expected = plain(dict(restored or {}), names["Tensor"])
+            assert plain(names["read"](tmp_path, 1, step), names["Tensor"]) == expected
+    lossy = {"int8": {"int8-blocks"}, "int4": {"int8-blocks", "int4-blocks"}}.get(bounded or "", set())
+    assert codecs == {"blosc2-shuffle-zstd", "balanced", "bf16-cast"} | lossy
 
 
 def test_the_reader_of_the_page_finds_the_head() -> None:

@@ -28,6 +28,12 @@ def cast_frame(number: int, size_bytes: int, source: Bytes) -> Bytes:
     return round_to_bf16(source[start : start + 2 * size_bytes])
 
 
+def largest_error(new: Bytes, old: Bytes) -> float:
+    """Largest distance between elements of two runs of bfloat16."""
+    wide = [(run.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for run in (new, old)]
+    return float(np.abs(wide[0] - wide[1]).max())
+
+
 def find_source(key: str, chunks: Mapping[str, ChunkData], remembered: str | None) -> str | None:
     """The chunk of float32 that a chunk of bfloat16 is an exact copy of, or None.
 

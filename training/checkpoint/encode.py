@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from training.checkpoint.bounded import BoundedCodec, can_be_bounded, encode_bounded, is_second_moment
-from training.checkpoint.cast import find_source
+from training.checkpoint.cast import cast_frame, find_source, largest_error
 from training.checkpoint.choices import Choices, OneChoice
 from training.checkpoint.chunks import Bytes, ChunkData
 from training.checkpoint.codec import (
@@ -143,7 +143,7 @@ def code_chunks(
     bounded: BoundedCodec | None,
     executor: Executor,
 ) -> Iterator[CodedFrame | CodedChunk]:
-    """For each chunk, in order: its coded frames, then how it was coded.
+    """For each chunk: its coded frames, then how it was coded. Rounded copies come last.
 
     A bounded chunk is overwritten by what a reader will reconstruct, since the next delta is taken to that.
     """
@@ -169,11 +169,16 @@ def _start_all(
     bounded: BoundedCodec | None,
     executor: Executor,
 ) -> Iterator[Future[CodedFrame | CodedChunk | _ChunkEncoder]]:
+    # Found before anything is overwritten, coded last: a copy follows what became of its source.
+    found = {key: find_source(key, chunks, choices.sources.get(key)) for key in chunks}
+    choices.sources = {key: source for key, source in found.items() if source is not None}
     for key, chunk in chunks.items():
+        if key in choices.sources:
+            continue
         previous = reference.previous(key, chunk) if reference is not None else None
         encoder = _ChunkEncoder(key, chunk, previous, OneChoice(choices, key))
-        whole = _cast(key, chunks, reference, choices)
-        if whole is None and bounded is not None and previous is not None:
+        whole = None
+        if bounded is not None and previous is not None:
             whole = _bounded(encoder, bounded, choices, executor)
         if whole is not None:
             for item in whole:
@@ -182,6 +187,9 @@ def _start_all(
         for number, frame in enumerate(chunk.frames()):
             yield start(executor, partial(encoder.code, number, frame))
         yield _done(encoder)
+    for key, source in choices.sources.items():
+        for item in _cast(key, source, chunks, reference):
+            yield _done(item)
 
 
 def _in_order(futures: Iterator[Future[Any]]) -> Iterator[Any]:
@@ -207,20 +215,32 @@ def _done(value: Any) -> Future[Any]:
 
 
 def _cast(
-    key: str, chunks: Mapping[str, ChunkData], reference: Reference | None, choices: Choices
-) -> list[CodedFrame | CodedChunk] | None:
-    """All frames without bytes, if another chunk implies them: the digests prove that the copy was restored."""
-    source = find_source(key, chunks, choices.sources.get(key))
-    if source is None:
-        return None
-    choices.sources[key] = source
-    frames = [CodedFrame(number, frame_digest(frame), b"") for number, frame in enumerate(chunks[key].frames())]
-    digests = [frame.digest for frame in frames]
-    if reference is not None and reference.sources.get(key) == source and reference.digests[key] == digests:
-        old = reference.chunks.get(source)
-        if old is not None and np.array_equal(old.data, chunks[source].data):
-            return [*(frame._replace(encoded=None) for frame in frames), CodedChunk(key, "same", CAST, source)]
-    return [*frames, CodedChunk(key, "full", CAST, source)]
+    key: str, source: str, chunks: Mapping[str, ChunkData], reference: Reference | None
+) -> list[CodedFrame | CodedChunk]:
+    """All frames without bytes: the digests prove that the copy was restored.
+
+    Where the source was bounded, its copy follows what a reader will reconstruct, and has a bound, too.
+    """
+    frames, worst = [], 0.0
+    for number, copy in enumerate(chunks[key].frames()):
+        cast = cast_frame(number, copy.size, chunks[source].data)
+        if not np.array_equal(cast, copy):
+            worst = max(worst, largest_error(cast, copy))
+            copy[:] = cast
+        frames.append(CodedFrame(number, frame_digest(copy), b""))
+    if _is_unchanged(key, source, [frame.digest for frame in frames], chunks, reference):
+        return [*(frame._replace(encoded=None) for frame in frames), CodedChunk(key, "same", CAST, source)]
+    return [*frames, CodedChunk(key, "full", CAST, source, worst or None)]
+
+
+def _is_unchanged(
+    key: str, source: str, digests: list[str], chunks: Mapping[str, ChunkData], reference: Reference | None
+) -> bool:
+    """Whether copy and source are those of the last checkpoint: the copy is listed again when either changes."""
+    if reference is None or reference.sources.get(key) != source or reference.digests[key] != digests:
+        return False
+    old = reference.chunks.get(source)
+    return old is not None and np.array_equal(old.data, chunks[source].data)
 
 
 def _bounded(
