@@ -1,7 +1,8 @@
 """Which checkpoints a run has: candidates to restore from, newest first, and the lineage for people.
 
 Newest sealed token -> its manifests, newest first -> the head that its seal names -> the manifests of that
-token up to there -> ... A manifest of an older token beyond a sealed head is void and never appears.
+token up to there -> ... A manifest of an older token beyond a sealed head is void and never appears, nor does one
+that a collection has announced to remove.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from training.checkpoint.collected import Collected, read_collected
 from training.checkpoint.manifest import Committed, Ref, decode_manifest, manifest_key
 from training.checkpoint.store import Store
 from training.checkpoint.token import (
@@ -48,11 +50,13 @@ class Lineage:
         chain: committed checkpoints from the oldest to the head.
         attempts: all tokens, oldest first.
         problems: what is missing or damaged.
+        collected: the checkpoint before the oldest of the chain, if a collection removed it.
     """
 
     chain: list[Committed] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     problems: list[Skipped] = field(default_factory=list)
+    collected: Ref | None = None
 
     @property
     def head(self) -> Committed | None:
@@ -92,7 +96,10 @@ def sequences(store: Store, token: int) -> list[int]:
 
 
 def candidates(
-    store: Store, before: int | None = None, notes: list[Skipped] | None = None
+    store: Store,
+    before: int | None = None,
+    notes: list[Skipped] | None = None,
+    collected: Collected | None = None,
 ) -> Iterator[tuple[int, int]]:
     """(token, sequence) of every checkpoint that the history admits, newest first.
 
@@ -100,8 +107,23 @@ def candidates(
         store: the run's store.
         before: look only at tokens below this one (the attempt that asks).
         notes: receives what is missing or damaged on the way.
+        collected: what was collected; default: read it. An attempt must read it after its claim.
     """
     notes = notes if notes is not None else []
+    collected = collected if collected is not None else read_collected(store, notes)
+    gone: list[tuple[int, int]] = []
+    offered = False
+    for name in _admitted(store, before, notes):
+        if name in collected.names:
+            gone.append(name)
+        else:
+            offered = True
+            yield name
+    if not offered:  # a run that has lost all that was kept must not look like a new one
+        yield from gone
+
+
+def _admitted(store: Store, before: int | None, notes: list[Skipped]) -> Iterator[tuple[int, int]]:
     claims, seals = token_numbers(store)
     newest = max(claims | seals, default=0) if before is None else before - 1
     limit: tuple[int, int] | None = None
@@ -144,10 +166,15 @@ def read_lineage(store: Store, known: Known | None = None) -> Lineage:
         known: manifests read earlier by (token, sequence); they are immutable and not read again.
     """
     lineage = Lineage()
-    newest = _newest_readable(store, lineage.problems)
+    collected = read_collected(store, lineage.problems)
+    newest = _newest_readable(store, lineage.problems, collected)
     while newest is not None:
         lineage.chain.append(newest)
-        if newest.manifest.parent is None:
+        parent = newest.manifest.parent
+        if parent is None:
+            break
+        if (parent.token, parent.sequence) in collected.names:
+            lineage.collected = parent
             break
         try:
             newest = read_parent(store, newest, known)
@@ -159,8 +186,8 @@ def read_lineage(store: Store, known: Known | None = None) -> Lineage:
     return lineage
 
 
-def _newest_readable(store: Store, problems: list[Skipped]) -> Committed | None:
-    for token, sequence in candidates(store, notes=problems):
+def _newest_readable(store: Store, problems: list[Skipped], collected: Collected | None = None) -> Committed | None:
+    for token, sequence in candidates(store, notes=problems, collected=collected):
         try:
             return read_committed(store, token, sequence)
         except Corrupt as error:
