@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from infra.settings import find_home
 from tasks.data import ensure_data
 from training.checkpoint import IncrementalCheckpointer, Manifest, Position
@@ -136,32 +134,6 @@ def _part(chunk: str) -> str:
     return "second moment" if chunk.endswith("/exp_avg_sq") else "small tensors"
 
 
-def machine() -> dict[str, Any]:
-    """Hardware, versions and load: what the timings are worth."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_average_1_minute": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in PACKAGES},
-        "revision": _revision(),
-    }
-
-
-def _revision() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=RESULTS, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def as_markdown(result: dict[str, Any]) -> str:
     """The page for people."""
     facts = result["machine"]
@@ -222,7 +194,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     root = find_home(Path(__file__).parent)
-    result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(), "jobs": {}}
+    result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine(PACKAGES), "jobs": {}}
     for job in JOBS:
         config = load_config(root / job)
         folder = root / ensure_data(root, config.data).path if config.data else None

@@ -1,0 +1,193 @@
+"""What one engine costs on one recording. Each call wants a process of its own: its peak memory is measured."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import xxhash
+
+from benchmarks.engines import ENGINES, Engine
+from benchmarks.recording import Recording
+from benchmarks.sequences import State, Training, nested, sequence_named
+
+CHAIN = 8  # deltas behind the base, in the state that is restored
+MB = 1e6
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save. `stall`: the training was blocked; `wall`: until stored; `cpu`: of the whole process."""
+
+    stall_seconds: float
+    wall_seconds: float
+    cpu_seconds: float
+    encode_seconds: float
+    written_bytes: int
+    peak_bytes: int
+
+
+def measure(name: str, recording: Recording, scratch: Path, saves: int, repeats: int) -> Metrics:
+    """Save the first `saves` states, restore one `repeats` times, and compare it with what was saved.
+
+    Returns:
+        `*_ratio` in parts of the raw state, `*_mb_s` in raw megabytes a second, `*_ms`, `*_mb`. Bytes are a mean
+        over the deltas, times a median over all saves but the first, which fills buffers.
+    """
+    torch.set_num_threads(1)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    live = recording.start()
+    raw_bytes = sum(value.nbytes for value in live.values())
+    resident_bytes = psutil.Process().memory_info().rss
+    engine = ENGINES[name](scratch)
+    restored, expected = min(CHAIN, saves - 1), {}
+    done: list[Save] = []
+    for number in range(saves):
+        if number:
+            recording.advance(live, number)
+            if not engine.deltas:
+                _forget(scratch, number - 1, keep=restored)
+        done.append(_save(engine, live, number, scratch, resident_bytes))
+        if number == restored:
+            expected = digests(live)
+            torch.save(nested(live), scratch.with_suffix(".pt"))
+    later, deltas = done[1:], done[1 : restored + 1]
+    found = {
+        "bytes_ratio": statistics.fmean(save.written_bytes for save in deltas) / raw_bytes,
+        "base_ratio": done[0].written_bytes / raw_bytes,
+        "stall_ms": 1000 * statistics.median(save.stall_seconds for save in later),
+        "save_ms": 1000 * statistics.median(save.wall_seconds for save in later),
+        "save_cpu_mb_s": raw_bytes / MB / statistics.median(save.cpu_seconds for save in later),
+        "encode_mb_s": raw_bytes / MB / statistics.median(save.encode_seconds for save in deltas),
+        "peak_mb": max(save.peak_bytes for save in done) / MB,
+        "state_mb": raw_bytes / MB,
+    }
+    engine.wait()
+    found.update(_restores(engine, restored, expected, scratch.with_suffix(".pt"), raw_bytes, repeats))
+    engine.close()
+    shutil.rmtree(scratch)
+    scratch.with_suffix(".pt").unlink()
+    return found
+
+
+def _save(engine: Engine, live: State, number: int, scratch: Path, resident_bytes: int) -> Save:
+    before_bytes = size_of(scratch)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    started, cpu_started = time.perf_counter(), time.process_time()
+    engine.save(live, number)
+    stall = time.perf_counter() - started
+    engine.wait()
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+    return Save(
+        stall_seconds=stall,
+        wall_seconds=wall,
+        cpu_seconds=cpu,
+        encode_seconds=engine.encode_seconds() or cpu,
+        written_bytes=size_of(scratch) - before_bytes,
+        peak_bytes=_peak_bytes() - resident_bytes,
+    )
+
+
+def _restores(
+    engine: Engine, number: int, expected: dict[str, str], plain: Path, raw_bytes: int, repeats: int
+) -> Metrics:
+    """Restores and warm `torch.load`s of the same state, by turns."""
+    walls, cpus, loads = [], [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        torch.load(plain, weights_only=True)
+        loads.append(time.perf_counter() - started)
+        started, cpu_started = time.perf_counter(), time.process_time()
+        state = engine.restore(number)
+        walls.append(time.perf_counter() - started)
+        cpus.append(time.process_time() - cpu_started)
+        if engine.exact and digests(state) != expected:
+            raise AssertionError(f"{engine.name} restored another state than it was given")
+        del state
+    decoded_mb = engine.decoded_states(number) * raw_bytes / MB
+    return {
+        "restore_ms": 1000 * statistics.median(walls),
+        "restore_over_torch_load": statistics.median(walls) / statistics.median(loads),
+        "torch_load_ms": 1000 * statistics.median(loads),
+        "decode_mb_s": decoded_mb / statistics.median(cpus),
+    }
+
+
+def slowdowns(names: Iterable[str], smoke: bool, corpus: Path, scratch: Path, steps: int) -> dict[str, Metrics]:
+    """Seconds of the dense training with a save after every step, over those without; blocks of steps by turns.
+
+    Everything counts: copies, waiting for the save before, and the end of the last one.
+    """
+    sequence = sequence_named("dense", smoke)
+    training = sequence.build(corpus)
+    for _ in range(steps):
+        training.step()
+    found: dict[str, Metrics] = {}
+    for name in names:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        engine = ENGINES[name](scratch)
+        for number in range(2):  # a base, and the buffers
+            engine.save(sequence.state(training), number)
+            engine.wait()
+        plain, saving, calls = 0.0, 0.0, []
+        for part in range(2):
+            plain += _steps(training, steps)
+            started = time.perf_counter()
+            for step in range(steps):
+                training.step()
+                before = time.perf_counter()
+                engine.save(sequence.state(training), 2 + part * steps + step)
+                calls.append(time.perf_counter() - before)
+            engine.wait()
+            saving += time.perf_counter() - started
+        engine.close()
+        found[name] = {
+            "slowdown": saving / plain,
+            "step_ms": 1000 * plain / (2 * steps),
+            "longest_save_call_ms": 1000 * max(calls),
+        }
+    shutil.rmtree(scratch)
+    return found
+
+
+def _steps(training: Training, steps: int) -> float:
+    started = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    return time.perf_counter() - started
+
+
+def digests(state: State) -> dict[str, str]:
+    """Of each tensor's bytes, by path."""
+    return {
+        path: xxhash.xxh3_128_hexdigest(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for path, value in state.items()
+    }
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _forget(folder: Path, number: int, keep: int) -> None:
+    """Full savers keep one old state and the newest: the disk's cache is not what is measured."""
+    for path in folder.iterdir():
+        if path.stem == str(number) and number != keep:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("no VmHWM in /proc/self/status")
