@@ -54,6 +54,7 @@ class Progress(Frozen):
     state_bytes: int | None = None
     stall_seconds: float | None = None
     checkpoints: int = 0
+    failed_saves: int = 0  # of this attempt; training goes on after a few
     beats: int = 0  # steps and saves heard of; a watcher sees by it whether there was any
     error: str | None = None
 
@@ -79,6 +80,7 @@ def describe(progress: Progress) -> str:
         "samples/s": None if progress.samples_per_second is None else f"{progress.samples_per_second:,.0f}",
         "restored from": progress.restored,
         "last checkpoint": _describe_checkpoint(progress),
+        "failed saves": str(progress.failed_saves) if progress.failed_saves else None,
         "error": progress.error,
     }
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items() if value is not None]

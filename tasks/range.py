@@ -29,7 +29,7 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
-from training.ports import Beat, Done, Message, RangeSpec, Restored, Saved
+from training.ports import Beat, Done, Message, RangeSpec, Restored, Saved, SaveFailed
 
 # The same again on any node, so another try would only cost time; Fenced: another attempt does the work.
 FINAL = (Invalid, Diverged, Fenced)
@@ -199,6 +199,9 @@ class RangeSupervisor:
             )
         elif isinstance(message, Saved):
             self._hear_saved(message, beats)
+        elif isinstance(message, SaveFailed):
+            self.logger.warning("save failed, %s in a row: %s", message.failures_in_a_row, message.message)
+            self._report(failed_saves=self.progress.failed_saves + 1)
         elif isinstance(message, Done):
             self.publisher.notify()
             self._report(epoch=message.position.epoch, step=message.position.step, beats=beats)
