@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.formats import make_codecs
 from tests.formats.make_v1 import state_at
 from tests.support.bits import bits
 from training.checkpoint import IncrementalCheckpointer, Position
+from training.checkpoint.chain import read_chain
 from training.checkpoint.history import read_lineage
+from training.checkpoint.manifest import BALANCED, BOUNDED, CAST, CODEC
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 V1 = Path(__file__).parent / "v1" / "run"
+CODECS = Path(__file__).parent / "v1" / "codecs"
 NUMBERS = [(1, 0), (1, 1), (2, 2), (2, 3), (2, 4)]
 
 
@@ -27,6 +31,34 @@ def test_every_checkpoint_of_format_1_restores_bit_for_bit(token: int, sequence:
     assert restored.manifest.meta == {"metrics": {"accuracy": sequence / 10}}
     assert restored["tied"]["a"] is restored["tied"]["b"]
     assert type(restored["milestones"]).__name__ == "Counter"
+
+
+@pytest.mark.parametrize("sequence", range(9))
+def test_every_codec_of_format_1_restores(sequence: int) -> None:
+    store = LocalStore(CODECS)
+    restored = restore_checkpoint(store, sequence // 3 + 1, sequence, "codecs-1")
+    entries = {chunk.key: chunk for chunk in restored.manifest.chunks}
+    assert entries["model/w"].codec == CAST
+    saved = make_codecs.state_at(sequence)
+    for key, tensor in saved["optimizer"].items():
+        bound = entries[f"optimizer/{key}"].bound
+        assert (bound is not None) == (sequence >= 3)
+        assert (restored["optimizer"][key] - tensor).abs().max().item() <= (bound or 0.0)
+    exact = {key: saved[key] for key in ("table", "noise")}
+    assert bits({key: restored[key] for key in exact}) == bits(exact)
+    assert bits(restored["model"]["w"]) == bits(restored["optimizer"]["master"].bfloat16())
+
+
+def test_the_run_with_every_codec_has_a_rebased_form_and_needs_none() -> None:
+    store = LocalStore(CODECS)
+    short, whole = (read_chain(store, 3, 8, use_rebased=use) for use in (True, False))
+    assert (len(short.contents), len(whole.contents)) == (4, 9)
+    assert {chunk.codec for manifest in whole.contents for chunk in manifest.chunks} == {
+        CODEC,
+        BALANCED,
+        CAST,
+        *BOUNDED,
+    }
 
 
 def test_the_history_of_format_1_is_whole() -> None:

@@ -276,6 +276,13 @@ def test_a_reader_written_from_the_page_gets_every_bit(token: int, sequence: int
     assert plain(names["read"](V1, token, sequence), names["Tensor"]) == plain(state_at(sequence), names["Tensor"])
 
 
+@pytest.mark.parametrize("sequence", range(9))
+def test_a_reader_written_from_the_page_knows_every_codec_and_rebased_forms(sequence: int) -> None:
+    names, folder, token = reader(), ROOT / "tests/formats/v1/codecs", sequence // 3 + 1
+    expected = restore_checkpoint(LocalStore(folder), token, sequence)
+    assert plain(names["read"](folder, token, sequence), names["Tensor"]) == plain(dict(expected), names["Tensor"])
+
+
 def test_the_reader_of_the_page_reads_chunks_of_several_frames(tmp_path: Path) -> None:
     names, numbers = reader(), torch.Generator().manual_seed(0)
     large = torch.randint(0, 2**31, (2_500_000,), generator=numbers, dtype=torch.int32)  # 10 MB, three frames
