@@ -10,9 +10,15 @@ import torch
 
 from tests.support.bits import bits
 from tests.support.faults import RuledStore, fail_on, failing_writes
+from tests.support.s3_proxy import Answer, Asked, Proxy, Verdict
+from tests.support.s3_servers import RawBucket
 from training.checkpoint import IncrementalCheckpointer, pack
-from training.checkpoint.store import LocalStore
+from training.checkpoint.store import LocalStore, open_store
+from training.checkpoint.store.s3 import S3Store
+from training.checkpoint.store.s3_client import MIB, S3Options
 from training.errors import Unavailable
+
+pytest_plugins = ["tests.support.s3_fixtures"]
 
 
 def state_at(step: int) -> dict[str, torch.Tensor]:
@@ -107,3 +113,55 @@ def test_close_raises_the_error_of_the_save_in_flight(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="503"):
         checkpointer.close()
     checkpointer.close()  # again: the error was told
+
+
+@pytest.mark.xdist_group("s3")
+@pytest.mark.parametrize(
+    ("s3", "megabytes", "verdict"),
+    [
+        ("seaweed", 1, "lose"),
+        ("seaweed", 11, "drop"),
+        ("moto", 1, Answer(400, "IncompleteBody")),
+        ("moto", 11, "lose"),
+        ("moto", 11, Answer(503, "SlowDown")),
+    ],
+    indirect=["s3"],
+)
+def test_a_save_to_s3_that_fails_half_way_publishes_nothing_and_the_next_stands_on_what_was_committed(
+    bucket: RawBucket, proxy: Proxy, megabytes: int, verdict: Verdict
+) -> None:
+    """Below and above the size from which on objects are uploaded in parts."""
+
+    def big(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {"w": torch.randint(0, 256, (megabytes * 2**20,), dtype=torch.uint8, generator=generator)}
+
+    def fail(asked: Asked) -> Verdict:
+        upload = "partNumber=2" in asked.query if megabytes > 8 else "/packs/" in asked.key
+        return verdict if asked.method == "PUT" and upload else None
+
+    store = S3Store(bucket.url, S3Options(part_bytes=5 * MIB, multipart_bytes=8 * MIB))
+    with IncrementalCheckpointer(store) as checkpointer:
+        checkpointer.save(big(0))
+        head = checkpointer.wait()
+        assert head is not None
+        before = {key for key, _ in store.list("")}
+        proxy.rule = fail
+        checkpointer.save(big(1))
+        with pytest.raises(Unavailable):
+            checkpointer.wait()
+        after = {key for key, _ in store.list("")}
+        assert [key for key in after - before if key.startswith("manifests/")] == []
+        if verdict != "lose" or megabytes > 8:  # a whole pack whose answer was lost is there, and named by nobody
+            assert after == before
+        assert bucket.uploads() == []
+        proxy.rule = lambda asked: None
+        checkpointer.save(big(2))
+        committed = checkpointer.wait()
+    assert committed is not None
+    assert committed.manifest.parent == head.ref
+    with IncrementalCheckpointer(open_store(bucket.url)) as later:
+        restored = later.restore()
+    assert restored is not None
+    assert bits(dict(restored)) == bits(big(2))
+    assert restored.skipped == ()

@@ -82,6 +82,12 @@ class Training:
         self.process = process
         self._reading = reading
         self._scratch = scratch
+        self._expected_exit = KILLED
+
+    def kill(self) -> None:
+        """SIGKILL, wherever it is."""
+        self._expected_exit = -KILLED
+        self.process.kill()
 
     def answer(self) -> str | None:
         """The final state's digest, the kind of the error, or None if the process died where it was told to."""
@@ -90,27 +96,27 @@ class Training:
             answer = self._reading.recv()
         self.process.join(60)
         shutil.rmtree(self._scratch)
-        assert self.process.exitcode == (0 if answer else KILLED), f"exit code {self.process.exitcode}"
+        assert self.process.exitcode == (0 if answer else self._expected_exit), f"exit code {self.process.exitcode}"
         return answer
 
 
-def start_training(config: JobConfig, store: Path, data: Path, **cut: int | None) -> Training:
+def start_training(config: JobConfig, store: Path | str, data: Path, **cut: int | None) -> Training:
     """Start `train_range` in a new process. For the cuts see `train_until`."""
     context = forkserver()
     reading, writing = context.Pipe(duplex=False)
     scratch = tempfile.mkdtemp(prefix="cut-")  # what a killed process leaves; short, since sockets lie in it
-    process = context.Process(target=_train, args=(config, store, data, cut, scratch, writing))
+    process = context.Process(target=_train, args=(config, store, data, cut, scratch, _aws(), writing))
     process.start()
     writing.close()
     return Training(process, reading, scratch)
 
 
-def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -> str | None:
+def train_until(config: JobConfig, store: Path | str, data: Path, **cut: int | None) -> str | None:
     """Train in a new process, and wait for its end.
 
     Args:
         config: what to train.
-        store: folder of the run.
+        store: folder or URL of the run.
         data: data set.
         cut: `stop=epoch` ends the range there; the process ends without a word at `die_at_step=n` (right after
             that optimizer step, with whatever save is in flight), `die_saved_at=n` (when the checkpoint of that
@@ -122,12 +128,24 @@ def train_until(config: JobConfig, store: Path, data: Path, **cut: int | None) -
     return start_training(config, store, data, **cut).answer()
 
 
+def _aws() -> dict[str, str]:
+    """The fork server has kept the environment of its start; a test's S3 server is not in it."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 def _train(
-    config: JobConfig, store: Path, data: Path, cut: dict[str, int | None], scratch: str, answer: Any
+    config: JobConfig,
+    store: Path | str,
+    data: Path,
+    cut: dict[str, int | None],
+    scratch: str,
+    environment: dict[str, str],
+    answer: Any,
 ) -> None:
     from training.session import train_range
     from training.trainer import Trainer
 
+    os.environ.update(environment)
     tempfile.tempdir = scratch
     steps, batches = 0, 0
 
