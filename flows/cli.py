@@ -7,11 +7,12 @@ Prefect and MLflow inside its functions only, so that `retoma --help` and `retom
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
 
-from flows import cli_files, cli_show, cli_stack, cli_train
+from flows import cli_care, cli_files, cli_gc, cli_show, cli_stack, cli_train
 from training.errors import KINDS, RetomaError
 
 EXIT_CODES = "\n\n".join(
@@ -35,19 +36,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (
-    cli_train.train,
-    cli_show.runs,
-    cli_show.show,
-    cli_files.restore,
-    cli_stack.up,
-    cli_stack.down,
-    cli_stack.status,
-    cli_stack.env,
-    cli_stack.deploy,
-):
-    app.command()(command)
-app.command("import")(cli_files.import_file)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": cli_train.train,
+    "runs": cli_show.runs,
+    "show": cli_show.show,
+    "restore": cli_files.restore,
+    "import": cli_files.import_file,
+    "verify": cli_care.verify,
+    "compact": cli_care.compact,
+    "gc": cli_gc.gc,
+    "pin": cli_care.pin,
+    "unpin": cli_care.unpin,
+    "up": cli_stack.up,
+    "down": cli_stack.down,
+    "status": cli_stack.status,
+    "env": cli_stack.env,
+    "deploy": cli_stack.deploy,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def main() -> None:

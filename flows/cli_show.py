@@ -14,7 +14,6 @@ from rich.tree import Tree
 from flows.cli_address import RUN_HELP, export_s3, open_run
 from infra.settings import load_settings
 from tasks.runs import attempt_row, checkpoint_row, list_runs
-from training.checkpoint.chain import rebased_checkpoints
 
 if TYPE_CHECKING:
     from training.checkpoint.history import Attempt, Lineage
@@ -53,11 +52,16 @@ def runs(as_json: Json = False) -> None:
 
 def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = False) -> None:
     """Show a run's chain of checkpoints, how each was decided on, and its attempts."""
+    from training.checkpoint.chain import rebased_checkpoints  # the codec takes a while to load
+    from training.checkpoint.collected import read_collected
+    from training.checkpoint.pins import pinned
+
     opened = open_run(load_settings(), run)
     store, lineage = opened.store, opened.lineage()
     by_token = {attempt.token: attempt for attempt in lineage.attempts}
-    rebased = rebased_checkpoints(store)
-    chain = [_row(committed, by_token, rebased) for committed in lineage.chain]
+    rebased, pins = rebased_checkpoints(store), pinned(store)
+    chain = [_row(committed, by_token, rebased, pins) for committed in lineage.chain]
+    collected = len(read_collected(store, []).names)
     attempts = [attempt_row(attempt) for attempt in lineage.attempts]
     problems = [problem.model_dump() for problem in lineage.problems]
     if as_json:
@@ -68,19 +72,24 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
             "job": head.job if head else {},
             "data": head.data if head else {},
             "chain": chain,
+            "collected": collected,
+            "collected_parent": str(lineage.collected) if lineage.collected else None,
+            "pins": [f"{token:06d}/{sequence:08d}" for token, sequence in sorted(pins)],
             "attempts": attempts,
             "problems": problems,
         }
         typer.echo(json.dumps(fields, indent=2))
         return
     console = _console()
-    console.print(_chain_tree(opened.run, store.url, lineage, chain))
+    console.print(_chain_tree(opened.run, store.url, lineage, chain, collected))
     console.print(_attempt_tree(attempts))
     for problem in problems:
         console.print(f"problem  {problem['key']}: {problem['reason']}", style="red", markup=False)
 
 
-def _row(committed: Committed, attempts: dict[int, Attempt], rebased: set[tuple[int, int]]) -> dict[str, Any]:
+def _row(
+    committed: Committed, attempts: dict[int, Attempt], rebased: set[tuple[int, int]], pins: set[tuple[int, int]]
+) -> dict[str, Any]:
     """What is shown of one checkpoint: its costs, why it is what it is, and what has become of it."""
     manifest, ref = committed.manifest, committed.ref
     bounds = [chunk.bound for chunk in manifest.chunks if chunk.bound is not None]
@@ -91,15 +100,20 @@ def _row(committed: Committed, attempts: dict[int, Attempt], rebased: set[tuple[
         "bounded_chunks": len(bounds),
         "bound": max(bounds, default=None),
         "rebased": (ref.token, ref.sequence) in rebased,
+        "pinned": (ref.token, ref.sequence) in pins,
     }
 
 
-def _chain_tree(run: str, store_url: str, lineage: Lineage, chain: list[dict[str, Any]]) -> Tree:
+def _chain_tree(run: str, store_url: str, lineage: Lineage, chain: list[dict[str, Any]], collected: int) -> Tree:
     tree = Tree(f"[bold]{run}[/]  {store_url}")
     if lineage.head is not None:
         manifest = lineage.head.manifest
         version = manifest.data.get("digest") or "no data set"
         tree.add(f"job {manifest.job.get('name', '?')}, data {version}, next epoch {manifest.position.epoch}")
+        if rhythm := _rhythm(manifest.decision.interval):
+            tree.add(rhythm)
+    if collected:
+        tree.add(f"{collected} older checkpoints were collected")
     branch = tree
     for row in chain:
         if row["kind"] == "base":
@@ -109,6 +123,18 @@ def _chain_tree(run: str, store_url: str, lineage: Lineage, chain: list[dict[str
     if not chain:
         tree.add("no checkpoint yet")
     return tree
+
+
+def _rhythm(interval: dict[str, Any]) -> str:
+    """How often the newest attempt saves, and why."""
+    if (seconds := interval.get("auto_seconds")) is not None:
+        cost = interval.get("save_seconds")
+        reason = f"a save costs {1000 * cost:.1f} ms" if cost is not None else "the cost of a save is not known yet"
+        mean = interval.get("seconds_between_failures", 0.0)
+        return f"saves every {seconds:.0f} s (auto): {reason}, one failure in {mean / 3600:.1f} h is expected"
+    steps, seconds = interval.get("every_steps"), interval.get("every_seconds")
+    parts = [f"{steps} steps" if steps else "", f"{seconds:g} s" if seconds else ""]
+    return f"saves every {' or '.join(part for part in parts if part)}" if any(parts) else ""
 
 
 def _checkpoint_line(row: dict[str, Any]) -> str:
@@ -129,7 +155,9 @@ def _remarks(row: dict[str, Any]) -> str:
     if row["bound"] is not None:
         parts.append(f"[yellow]not exact: within {row['bound']:.2g} in {row['bounded_chunks']} chunks[/]")
     if row["rebased"]:
-        parts.append("[green]rebased[/]")
+        parts.append("[green]compacted[/]")
+    if row["pinned"]:
+        parts.append("[green]pinned[/]")
     if decision["failed_saves"] or decision["skipped_saves"]:
         parts.append(f"[yellow]{decision['failed_saves']} saves failed, {decision['skipped_saves']} skipped[/]")
     return "".join(f"  {part}" for part in parts if part)

@@ -22,3 +22,8 @@ def parse_checkpoint(text: str) -> tuple[int, int]:
             hint="retoma show RUN",
         )
     return int(match[1]), int(match[2])
+
+
+def checkpoint_name(token: int, sequence: int) -> str:
+    """`000003/00000041`."""
+    return f"{token:06d}/{sequence:08d}"
