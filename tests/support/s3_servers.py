@@ -41,6 +41,7 @@ class S3Server:
         self.name, self.url = name, f"http://{LOOPBACK}:{port}"
         self._arguments, self._port, self._folder = arguments, port, folder
         self._process: subprocess.Popen[bytes] | None = None
+        self.leaves: list[Path] = []  # files outside of the folder
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
@@ -60,6 +61,8 @@ class S3Server:
             self._process.kill()
             self._process.wait(30)
             self._process = None
+        for left in self.leaves:
+            left.unlink(missing_ok=True)
 
     def signal(self, number: signal.Signals) -> None:
         """Send the process a signal."""
@@ -100,6 +103,8 @@ def seaweed_server(folder: Path) -> S3Server:
         "ip": LOOPBACK,
         "ip.bind": LOOPBACK,
         "master.telemetry": "false",
+        "master.electionTimeout": "1s",  # 10 by default: so long it would stay away after a kill
+        "master.heartbeatInterval": "100ms",
         "master.port": master,
         "master.port.grpc": master_grpc,
         "master.volumeSizeLimitMB": 1024,
@@ -119,7 +124,10 @@ def seaweed_server(folder: Path) -> S3Server:
     }
     weed = Path(sys.executable).parent / "weed"
     arguments = [str(weed), "server", *(f"-{name}={value}" for name, value in options.items())]
-    return S3Server("seaweed", arguments, s3, folder)
+    server = S3Server("seaweed", arguments, s3, folder)
+    parts = {"master": master_grpc, "volume": volume_grpc, "filer": filer_grpc, "s3": s3_grpc}
+    server.leaves = [Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock") for part, port in parts.items()]  # noqa: S108
+    return server
 
 
 class RawBucket:
