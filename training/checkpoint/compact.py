@@ -154,7 +154,7 @@ def compact(
     if (token, sequence) in rebased_checkpoints(store, token):  # damaged, or it would be in the chain
         raise Corrupt(
             f"{rebased_key(token, sequence)} is damaged",
-            hint="a collection removes it once it is older than the grace period: retoma gc",
+            hint="compact a newer checkpoint; this one is still restored from its chain",
             key=rebased_key(token, sequence),
         )
     check_packs(store, chain)

@@ -102,6 +102,15 @@ class Survey:
         """Whether there is a rebased form that can be relied on."""
         return isinstance(self.form(name), Manifest)
 
+    def is_base(self, name: Name) -> bool:
+        """Whether it can be restored alone: a base, or one with a rebased form that can be relied on."""
+        found = self.committed(name)
+        return isinstance(found, Committed) and (found.manifest.kind == "base" or self.has_form(name))
+
+    def is_intact(self, name: Name) -> bool:
+        """Whether it can be restored, as far as lists tell."""
+        return self.fault(name) is None
+
     def original_fault(self, name: Name) -> Fault | None:
         """Why a checkpoint cannot be restored from its own packs and its parent. None: it can."""
         found = self.committed(name)
@@ -113,6 +122,8 @@ class Survey:
         parent, ref = self.parent(name), found.manifest.parent
         if parent is None or ref is None or parent >= name:
             return Fault(found.manifest.key, f"{found.manifest.key} is a delta and names no older parent")
+        if parent in self.collected.names:
+            return Fault(manifest_key(*parent), f"{manifest_key(*parent)} was collected")
         below = self.committed(parent)
         if isinstance(below, Committed) and below.ref != ref:
             key = manifest_key(*parent)
