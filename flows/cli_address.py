@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infra.settings import Settings
 from tasks.plan import check_run_name
-from tasks.runs import find_run, run_names
+from tasks.runs import find_run
 from training.checkpoint.adapters.address import parse_checkpoint
 from training.checkpoint.history import Lineage, read_lineage
 from training.checkpoint.store import open_store
@@ -83,7 +83,7 @@ def _is_address(name: str) -> bool:
 
 def _is_known(settings: Settings, name: str) -> bool:
     """Whether it is a run's name. If it is a folder with a store in it, it is not; else the error names others."""
-    if name in run_names(settings):
+    if run_of(open_store(settings.run_url(name))) is not None:  # asked directly: a bucket may hold a million keys
         return True
     if (Path(name) / MARKER_KEY).is_file():
         return False

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support.bits import bits, random_bits
-from tests.support.faults import Gate, RuledStore, start_script
+from tests.support.faults import Gate, RuledStore, run_script, start_script
 from training.checkpoint import IncrementalCheckpointer, Position
 from training.checkpoint.adapters.dcp import RetomaReader, RetomaWriter, retoma_error
 from training.checkpoint.history import read_lineage
@@ -384,6 +384,31 @@ for options in ({}, {"use_collectives": False}):
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+ONE_RANK = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from training.checkpoint.adapters.dcp import RetomaReader, RetomaWriter
+if __name__ == "__main__":
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    with RetomaWriter(sys.argv[1]) as writer:
+        dcp.save({"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}, storage_writer=writer)
+        into = {"w": distribute_tensor(torch.zeros(6), mesh, [Shard(0)])}
+        dcp.load(into, storage_reader=RetomaReader(sys.argv[1]))
+        print(into["w"].to_local().tolist())
+    dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_one_rank_saves_its_sharded_tensors(tmp_path: Path) -> None:
+    assert run_script(ONE_RANK, tmp_path).stdout.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]"
+    with IncrementalCheckpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert restored["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_several_ranks_are_refused_by_all_of_them_and_nothing_is_written(tmp_path: Path) -> None:
