@@ -163,10 +163,10 @@ class Settings(BaseSettings):
             # the default waits 246 s for a server that is away
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": str(self.mlflow_timeout_seconds),
-            **self._s3_variables(),
+            **self.s3_variables(),
         }
 
-    def _s3_variables(self) -> dict[str, str]:
+    def s3_variables(self) -> dict[str, str]:
         """Ours for ourselves, AWS's for every client of S3. Credentials are AWS's matter alone."""
         found: dict[str, str] = {}
         if self.s3_endpoint_url:
