@@ -22,10 +22,9 @@ DOCUMENTS += [pin_key(3, 41), collected_key(3)]
 PACKS = [pack_key(3, 41, 0), pack_key(3, 41, 7, rank=2), PackName(3, 41, nonce="1f2e3d4c").key(0)]
 
 
-def policy(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        (FOLDER / name).read_text().replace("BUCKET", BUCKET).replace("PREFIX", "runs")
-    )
+def policy(name: str, bucket: str = BUCKET) -> dict[str, Any]:
+    text = (FOLDER / name).read_text().replace("BUCKET", bucket).replace("PREFIX", "runs")
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
