@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import pickle
 import shutil
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -313,6 +315,33 @@ def test_a_flipped_bit_in_an_export_of_ours_is_found(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(data)
     with pytest.raises(Corrupt, match=r"expected digest .*, actual"):
         read_foreign(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tree": {"d": [["w", {"t": 7}]]}},
+        {"tree": {"?": 1}},
+        {"tree": []},
+        {"values": [{"float": "zz"}], "tree": {"d": [["w", {"v": 0}]]}},
+        {"tensors": ["no"], "digests": ["x"]},
+        {"form": 9},
+        {"position": "soon"},
+    ],
+    ids=str,
+)
+def test_a_description_that_does_not_fit_its_file_is_an_error_of_ours(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    store = MemoryStore()
+    with IncrementalCheckpointer(store) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)})
+    export_checkpoint(store, tmp_path / "out")
+    with safe_open(tmp_path / "out", framework="pt") as file:
+        facts = json.loads(file.metadata()["retoma"])
+    save_file({"w": torch.ones(3)}, tmp_path / "bad", {"retoma": json.dumps({**facts, **change})})
+    with pytest.raises((Corrupt, Invalid), match=r"bad|unknown node"):
+        import_checkpoint(MemoryStore(), tmp_path / "bad")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret"])

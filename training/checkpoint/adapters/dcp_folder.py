@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from training.checkpoint.adapters.plain_load import load_plain, load_restricted
-from training.errors import Corrupt, Invalid
+from training.errors import Corrupt, Invalid, RetomaError
 
 METADATA_NAME = ".metadata"
 _MAX_LIST_ITEMS = 1_000_000
@@ -97,9 +97,9 @@ def read_dcp_folder(folder: Path) -> dict[str, Any]:
         metadata = load_restricted(file, str(path), _ADMITTED)
     try:
         return _read(folder, metadata)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        if isinstance(error, Invalid):
-            raise
+    except RetomaError:
+        raise
+    except Exception as error:  # its parts need not fit together
         raise Corrupt(f"{path} is not what torch.distributed.checkpoint writes: {error!r}") from error
 
 

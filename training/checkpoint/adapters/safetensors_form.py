@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from training.checkpoint.tree import flatten, unflatten
-from training.errors import Corrupt, Invalid
+from training.errors import Corrupt, Invalid, RetomaError
 
 FORM = 1
 _KEY = "retoma"
@@ -96,7 +96,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             if (actual := _digest(tensors[name])) != expected:
                 raise Corrupt(f"{path}: tensor {name}: expected digest {expected}, actual {actual}")
         state = unflatten(facts.pop("tree"), [tensors[name] for name in names], facts.pop("values"))
-    except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+    except RetomaError:
+        raise
+    except Exception as error:  # anything can come out of JSON that somebody else has touched
         raise Corrupt(f"{path}: its description of the state is damaged: {error!r}") from error
     if not isinstance(state, dict):
         raise Corrupt(f"{path} describes a {type(state).__name__}, not a state")
