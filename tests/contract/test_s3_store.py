@@ -20,7 +20,7 @@ import pytest
 from tests.support.faults import start_script
 from tests.support.s3_proxy import Answer, Asked, Proxy, Verdict
 from tests.support.s3_servers import BUCKET, SECRET, RawBucket, S3Server, set_aws
-from training.checkpoint.store import ObjectInfo, Store, Unfinished, open_store, put_document
+from training.checkpoint.store import NoSpace, ObjectInfo, Store, Unfinished, open_store, put_document
 from training.checkpoint.store.retry import RetryingStore
 from training.checkpoint.store.s3 import S3Store
 from training.checkpoint.store.s3_client import MIB, S3Client, S3Options
@@ -197,6 +197,26 @@ def test_unfinished_uploads_are_found_on_all_pages(bucket: RawBucket, proxy: Pro
     for one in found:
         S3Store(bucket.url).abort(one)
     assert bucket.uploads() == []
+
+
+@only_seaweed  # moto answers 500
+def test_an_upload_that_a_sweeper_takes_away_fails_and_can_be_begun_again(bucket: RawBucket, proxy: Proxy) -> None:
+    store = S3Store(bucket.url, SMALL_PARTS)
+
+    def sweep(asked: Asked) -> None:
+        if is_part(asked, 3):
+            for one in S3Store(bucket.url).unfinished():
+                bucket.client.abort_multipart_upload(
+                    Bucket=BUCKET, Key=f"{bucket.prefix}/{one.key}", UploadId=one.name
+                )
+            proxy.rule = lambda asked: None
+
+    proxy.rule = sweep
+    with pytest.raises(Unavailable, match="NoSuchUpload"):
+        store.put(PACK, PIECES)
+    assert bucket.everything() == {}
+    store.put(PACK, PIECES)
+    assert bucket.read(PACK) == BIG
 
 
 # --- listings
@@ -448,9 +468,9 @@ REFUSALS = [
     (Answer(403, "AccessDenied"), Invalid, "AccessDenied"),
     (Answer(403, "SignatureDoesNotMatch"), Invalid, "SignatureDoesNotMatch"),
     (Answer(403, "RequestTimeTooSkewed"), Invalid, "clock"),
-    (Answer(403, "QuotaExceeded"), Unavailable, "full or over its quota"),
-    (Answer(507, "InsufficientStorage"), Unavailable, "full or over its quota"),
-    (Answer(507, "XMinioStorageFull"), Unavailable, "full or over its quota"),
+    (Answer(403, "QuotaExceeded"), NoSpace, "full or over its quota"),
+    (Answer(507, "InsufficientStorage"), NoSpace, "full or over its quota"),
+    (Answer(507, "XMinioStorageFull"), NoSpace, "full or over its quota"),
     (Answer(404, "NoSuchBucket"), Invalid, f"create-bucket --bucket {BUCKET}"),
     (Answer(400, "AuthorizationHeaderMalformed"), Invalid, "RETOMA_S3_REGION"),
     (Answer(400, "InvalidArgument"), Invalid, "InvalidArgument"),

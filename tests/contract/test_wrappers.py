@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.faults import RuledStore, fail_on
-from training.checkpoint.store import MemoryStore, NotFound, ObjectInfo, Store, Unfinished, put_document
+from training.checkpoint.store import MemoryStore, NoSpace, NotFound, ObjectInfo, Store, Unfinished, put_document
 from training.checkpoint.store.faulty import Fault, FaultyStore, Hit
 from training.checkpoint.store.metered import LATENCY_LIMITS_SECONDS, MeteredStore
 from training.checkpoint.store.retry import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, RetryingStore
@@ -67,7 +67,15 @@ def test_what_is_unavailable_is_asked_again_and_nothing_else_is(operation: str) 
     inner = RuledStore(filled(), fail_on(operation, "", Unavailable("503"), times=4))
     EVERYTHING[operation](retrying(inner, clock))
     assert [asked for asked, _ in inner.operations] == [operation] * 5
-    for error in (Corrupt("c"), Fenced("f"), Invalid("i"), NotFound("n"), OSError("o"), KeyboardInterrupt()):
+    for error in (
+        NoSpace("full"),
+        Corrupt("c"),
+        Fenced("f"),
+        Invalid("i"),
+        NotFound("n"),
+        OSError("o"),
+        KeyboardInterrupt(),
+    ):
         inner = RuledStore(filled(), fail_on(operation, "", error, times=1))  # type: ignore[arg-type]
         with pytest.raises(type(error)):
             EVERYTHING[operation](retrying(inner, clock))

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 from training.checkpoint.store.base import (
     Aged,
     Buffer,
+    NoSpace,
     NotFound,
     ObjectInfo,
     Store,
@@ -23,6 +24,7 @@ __all__ = [
     "Buffer",
     "LocalStore",
     "MemoryStore",
+    "NoSpace",
     "NotFound",
     "ObjectInfo",
     "Store",

@@ -18,6 +18,7 @@ from pathlib import Path
 from training.checkpoint.store.base import (
     Aged,
     Buffer,
+    NoSpace,
     NotFound,
     ObjectInfo,
     Unfinished,
@@ -154,7 +155,7 @@ class LocalStore:
         key = path.relative_to(self.folder).as_posix()
         if error.errno in _NO_SPACE:
             free_bytes = shutil.disk_usage(_nearest_folder(path)).free
-            return Unavailable(
+            return NoSpace(
                 f"no space to write {path}: {needed_bytes} bytes needed, {free_bytes} bytes free",
                 hint=f"free space below {self.folder}, or check the quota; nothing was committed",
                 key=key,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import tenacity
 
-from training.checkpoint.store.base import Store
+from training.checkpoint.store.base import NoSpace, Store
 from training.checkpoint.store.wrapper import Request, StoreWrapper
 from training.errors import Unavailable
 
@@ -19,8 +19,12 @@ FIRST_WAIT_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 10.0
 
 
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Unavailable) and not isinstance(error, NoSpace)
+
+
 class RetryingStore(StoreWrapper):
-    """Repeats what was `Unavailable`, nothing else.
+    """Repeats what was `Unavailable`, nothing else; not either where the store is full.
 
     Unknown outcomes stay with the caller. A put-if-absent that is repeated after a lost answer finds the object
     that it has written itself, and says False as it would of anybody else's: whether equal bytes are one's own,
@@ -39,7 +43,7 @@ class RetryingStore(StoreWrapper):
         self,
         inner: Store,
         budget_seconds: float = 60.0,
-        attempts: int = 12,
+        attempts: int = 30,
         sleep: Callable[[float], None] = time.sleep,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +60,7 @@ class RetryingStore(StoreWrapper):
             return state.attempt_number >= self.attempts or spent_seconds > self.budget_seconds
 
         tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(Unavailable),
+            retry=tenacity.retry_if_exception(_may_pass),
             wait=self._wait,
             stop=over,
             sleep=self._sleep,

@@ -145,6 +145,8 @@ class S3Store:
                 await self._abort(key, begun["UploadId"])
             if isinstance(error, ConditionFailed):
                 return False
+            if isinstance(error, UploadGone):  # a sweeper took it for one of a dead writer
+                raise Unavailable(str(error), key=key) from error
             raise
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from training.checkpoint.store.base import NotFound
+from training.checkpoint.store.base import NoSpace, NotFound
 from training.errors import Invalid, RetomaError, Unavailable
 
 # The client is rebuilt once for these: the provider chain may have newer credentials.
@@ -41,7 +41,7 @@ class OutOfRange(Exception):
     """416: the object ends before the first byte that was asked for."""
 
 
-class UploadGone(Unavailable):
+class UploadGone(Exception):
     """404: the multipart upload was aborted, or completed."""
 
 
@@ -76,7 +76,7 @@ def is_expired(error: BaseException) -> bool:
 
 def explain(error: Exception, doing: str, url: str, bucket: str, key: str | None) -> Exception:
     """The error of ours for one of botocore's, aiohttp's or the system's."""
-    if isinstance(error, RetomaError | ConditionFailed | Conflict | OutOfRange):
+    if isinstance(error, RetomaError | ConditionFailed | Conflict | OutOfRange | UploadGone):
         return error
     what = f"{doing} {key} in {url}" if key else f"{doing} {url}"
     answer = answer_of(error)
@@ -101,7 +101,7 @@ def _of_answer(answer: Answer, what: str, url: str, bucket: str, key: str | None
         (code in _NO_SPACE or status == 507, lambda: _no_space(answer, what, url, key)),
         (code in EXPIRED, lambda: _expired(answer, what, key)),
         (code in _TRANSIENT or status == 429 or status >= 500, lambda: Unavailable(f"{what}: {answer}", key=key)),
-        (code == "NoSuchUpload", lambda: UploadGone(f"{what}: {answer}", key=key)),
+        (code == "NoSuchUpload", lambda: UploadGone(f"{what}: {answer}")),
         (status == 409, lambda: Conflict(str(answer))),
         (status == 404, lambda: NotFound(f"no object {key} in {url}", key=key)),
         (code in _WRONG_REGION or status in (301, 307), lambda: _wrong_region(answer, what, key)),
@@ -119,9 +119,9 @@ def _no_bucket(what: str, bucket: str) -> Invalid:
     return Invalid(f"{what}: there is no bucket {bucket!r}", hint=f"aws s3api create-bucket --bucket {bucket}")
 
 
-def _no_space(answer: Answer, what: str, url: str, key: str | None) -> Unavailable:
+def _no_space(answer: Answer, what: str, url: str, key: str | None) -> NoSpace:
     hint = f"free space in {url}, or raise the quota; nothing was committed"
-    return Unavailable(f"{what}: the store is full or over its quota: {answer}", hint=hint, key=key)
+    return NoSpace(f"{what}: the store is full or over its quota: {answer}", hint=hint, key=key)
 
 
 def _expired(answer: Answer, what: str, key: str | None) -> RetomaError:
