@@ -44,8 +44,8 @@ class RetomaError(Exception):
 
     @property
     def kind(self) -> str:
-        """Name of the kind, as it appears in messages between processes."""
-        return type(self).__name__
+        """Name of the kind, as it appears in messages between processes; of a subclass, that of its kind."""
+        return next((cls.__name__ for cls in type(self).__mro__ if cls.__name__ in KINDS), type(self).__name__)
 
     def __str__(self) -> str:
         """One line: what, where, hint."""

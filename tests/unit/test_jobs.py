@@ -236,5 +236,6 @@ def test_the_yaml_files_give_three_ranges_with_several_saves_each(name: str, dig
     folder = {"mnist_cnn": digits, "char_gpt": corpus}[name]
     data: Any = load_job(config.job, config.params, folder).train_data()
     steps = math.ceil(len(data) / config.batch_size) * config.epochs_per_range
+    assert isinstance(config.checkpoint.every_steps, int)
     assert steps >= 4 * config.checkpoint.every_steps
     Subset(data, [0])[0]

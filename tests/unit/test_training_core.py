@@ -28,7 +28,7 @@ from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import LocalStore, MemoryStore
 from training.checkpoint.token import claim, mark_run
 from training.config import JobConfig, load_config, parse_config
-from training.errors import Diverged, Invalid, Preempted, Unavailable
+from training.errors import Corrupt, Diverged, Invalid, Preempted, Unavailable, error_of_kind
 from training.job import load_job
 from training.ports import Message, RangeSpec, decode_message
 from training.session import train_range
@@ -358,3 +358,10 @@ def test_a_new_run_may_start_from_the_weights_of_another_and_from_nothing_else_o
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     assert not trainer.optimizer.state
     assert train_range(mnist_config(init_from=source), MemoryStore(), "next", data_folder=digits).position.step == 9
+
+
+def test_an_error_of_a_subclass_crosses_a_process_as_its_kind() -> None:
+    with pytest.raises(Corrupt) as caught:
+        MemoryStore().get("a")
+    assert caught.value.kind == "Corrupt"
+    assert error_of_kind(caught.value.kind, "gone").exit_code == Corrupt.exit_code
