@@ -9,6 +9,7 @@ import torch
 
 from tests.support.bits import bits
 from training.checkpoint import IncrementalCheckpointer
+from training.checkpoint.choices import Choices
 from training.checkpoint.manifest import CAST, Manifest
 from training.checkpoint.restore import find_newest, restore_checkpoint
 from training.checkpoint.store import MemoryStore
@@ -155,3 +156,17 @@ def test_the_reference_of_a_restored_chain_is_the_state_that_was_saved() -> None
     assert bytes(found.reference.chunks["w"].data) == states[-1]["w"].numpy().tobytes()  # type: ignore[union-attr]
     found.state["w"].zero_()
     assert found.reference.chunks["w"].data.any(), "the caller's state and the reference share memory"
+
+
+def test_a_choice_is_measured_less_and_less_often_and_anew_when_it_turns() -> None:
+    choices = Choices()
+    answers = [True] * 32 + [False] * 20
+    measured: list[int] = []
+    for save, answer in enumerate(answers):
+
+        def measure(save: int = save, answer: bool = answer) -> bool:
+            measured.append(save)
+            return answer
+
+        choices.prefers_delta("w", measure)
+    assert measured == [0, 1, 3, 7, 15, 23, 31, 39, 40, 42, 46]

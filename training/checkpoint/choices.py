@@ -5,8 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-_SAVES_BETWEEN_SAMPLES = 8
+_MOST_SAVES_BETWEEN_SAMPLES = 8
+
+
+class _Known(NamedTuple):
+    delta: bool
+    saves_left: int  # that may use it before it is measured again
+    period: int
 
 
 @dataclass
@@ -20,14 +27,21 @@ class Choices:
 
     sources: dict[str, str] = field(default_factory=dict)
     lossless: set[str] = field(default_factory=set)
-    _deltas: dict[str, tuple[bool, int]] = field(default_factory=dict)
+    _deltas: dict[str, _Known] = field(default_factory=dict)
 
     def prefers_delta(self, key: str, measure: Callable[[], bool]) -> bool:
-        """The choice between a delta and a full chunk: measured on a sample, then kept for some saves."""
-        delta, left = self._deltas.get(key, (False, 0))
-        if left == 0:
-            delta, left = measure(), _SAVES_BETWEEN_SAMPLES
-        self._deltas[key] = delta, left - 1
+        """The choice between a delta and a full chunk: measured on a sample, then kept for some saves.
+
+        For one save at first, and for twice as many each time that the same is found again.
+        """
+        known = self._deltas.get(key)
+        if known is not None and known.saves_left > 0:
+            self._deltas[key] = known._replace(saves_left=known.saves_left - 1)
+            return known.delta
+        delta = measure()
+        again = known is not None and known.delta == delta
+        period = min(2 * known.period, _MOST_SAVES_BETWEEN_SAMPLES) if known is not None and again else 1
+        self._deltas[key] = _Known(delta, period - 1, period)
         return delta
 
 
