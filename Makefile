@@ -18,7 +18,10 @@ test: $(INSTALLED) ## run all tests; those with servers share one process and on
 soak: $(INSTALLED) ## the tests that take many minutes
 	@$(BIN)/python -m pytest -m soak
 
-bench: $(INSTALLED) ## measure checkpoint sizes of the example jobs, two minutes; writes benchmarks/results/
+PEERS := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps
+bench: $(INSTALLED) ## measure the engine beside its peers, a quarter of an hour; writes benchmarks/results/
+	@$(PEERS) -r requirements-bench.lock || grep -v '^#' requirements-bench.lock | xargs -n 1 sh -c '$(PEERS) "$$0" || true'
+	@$(BIN)/python -m benchmarks
 	@$(BIN)/python -m benchmarks.delta_sizes
 
 lint: $(INSTALLED) ## style, types and the layers

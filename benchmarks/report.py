@@ -141,6 +141,7 @@ _COST_COLUMNS = {
     "decode MB/s of CPU": "decode_mb_s",
     "restore": "restore_ms",
     "x torch.load": "restore_over_torch_load",
+    "compacted, x torch.load": "restore_compacted_over_torch_load",
     "peak MB": "peak_mb",
 }
 
@@ -149,6 +150,8 @@ def _cost_table(results: Results, sequence: str) -> list[str]:
     gap = 10
     lines = [f"| | {' | '.join(_COST_COLUMNS)} |", "|---" * (len(_COST_COLUMNS) + 1) + "|"]
     for name in results.engines():
+        if not results.values.get((sequence, gap, name)):
+            continue
         values = {metric: results.value(sequence, gap, name, metric) for metric in _COST_COLUMNS.values()}
         lines.append(f"| {name} | {' | '.join(_cell(metric, value) for metric, value in values.items())} |")
     return lines
@@ -162,7 +165,7 @@ def _cell(metric: str, value: float | None) -> str:
 
 def _slowdown_table(results: Results) -> list[str]:
     lines = [
-        "The dense training, one thread, a save after every step: time with saves over time without.",
+        "The dense training, one thread, a save after every fifth step: time with saves over time without.",
         "",
         "| | slowdown | step without saves | longest save call |",
         "|---|---|---|---|",
