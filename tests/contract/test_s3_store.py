@@ -143,6 +143,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
+@only_seaweed
 def test_an_interrupt_in_the_middle_leaves_no_object_and_no_upload(bucket: RawBucket, proxy: Proxy) -> None:
     proxy.rule = fail_part(2, "mute")
     process = start_script(PUT_BIG, bucket.url, PACK)
@@ -300,8 +301,8 @@ def test_a_server_that_ignores_conditions_is_refused_before_anything_is_claimed(
     with pytest.raises(Invalid, match="does not honour put-if-absent"):
         prove_put_if_absent(store, "r")
     proxy.rule = lambda asked: Answer(501, "NotImplemented") if asked.method == "PUT" else None
-    with pytest.raises(RetomaError, match="NotImplemented"):
-        prove_put_if_absent(S3Store(bucket.url), "r")
+    with pytest.raises(Invalid, match="NotImplemented"):
+        prove_put_if_absent(store, "r")
 
 
 CONTEND = """
@@ -311,7 +312,7 @@ store, who = open_store(sys.argv[1]), sys.argv[2]
 store.exists("warm-up")
 print("ready", flush=True)
 sys.stdin.readline()
-print(*[n for n in range(3) if store.put_if_absent(f"tokens/{n:06d}.claim.json", who.encode() * 1000)])
+print(*[n for n in range(2) if store.put_if_absent(f"tokens/{n:06d}.claim.json", who.encode() * 1000)])
 """
 
 
@@ -326,8 +327,8 @@ def test_of_four_processes_exactly_one_wins_each_object(bucket: RawBucket, s3: S
         process.stdin.write("go\n")
         process.stdin.flush()
     won = [list(map(int, process.communicate(timeout=60)[0].split())) for process in contenders]
-    assert sorted(number for numbers in won for number in numbers) == [0, 1, 2]
-    for number in range(3):
+    assert sorted(number for numbers in won for number in numbers) == [0, 1]
+    for number in range(2):
         (winner,) = [who for who, numbers in enumerate(won) if number in numbers]
         assert bucket.read(f"tokens/{number:06d}.claim.json") == str(winner).encode() * 1000
 

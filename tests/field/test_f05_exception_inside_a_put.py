@@ -122,7 +122,6 @@ def test_close_raises_the_error_of_the_save_in_flight(tmp_path: Path) -> None:
         ("seaweed", 1, "lose"),
         ("seaweed", 11, "drop"),
         ("moto", 1, Answer(400, "IncompleteBody")),
-        ("moto", 11, "lose"),
         ("moto", 11, Answer(503, "SlowDown")),
     ],
     indirect=["s3"],

@@ -86,6 +86,7 @@ def test_a_store_that_stays_busy_fails_the_save_within_seconds_and_the_training_
         assert bits(dict(checkpointer.restore() or {})) == bits(state_at(2))
 
 
+@pytest.mark.parametrize("s3", ["moto"], indirect=True)
 def test_a_store_that_is_busy_is_never_taken_for_an_empty_one(bucket: RawBucket, proxy: Proxy) -> None:
     with IncrementalCheckpointer(S3Store(bucket.url)) as checkpointer:
         checkpointer.save(state_at(0))

@@ -105,7 +105,9 @@ class Store(Protocol):
     def ages(self, prefix: str) -> builtins.list[Aged]:
         """Like `list`, with the age of each object by the store's own clock, never by ours.
 
-        Only for the grace period of a collection: no decision about order or about who lives uses an age.
+        Only for the grace period of a collection: no decision about order or about who lives uses an age. The time
+        from which it counts is that of the last written byte or, of a multipart upload on AWS, of its beginning:
+        an object may be younger than its age by as long as its upload took.
         """
 
     def unfinished(self) -> builtins.list[Unfinished]:

@@ -68,10 +68,7 @@ class LocalStore:
 
     def delete(self, key: str) -> None:
         """See `Store.delete`."""
-        path = self._path(key)
-        path.unlink(missing_ok=True)
-        if path.parent.is_dir():
-            _fsync_folder(path.parent)
+        self._unlink(self._path(key))
 
     def ages(self, prefix: str) -> builtins.list[Aged]:
         """See `Store.ages`. An object is as old as its last written byte."""
@@ -90,7 +87,15 @@ class LocalStore:
         folder, _, name = unfinished.name.rpartition("/")
         if not name.startswith(_TEMPORARY):
             raise Invalid(f"{unfinished.name!r} is no temporary file of a store")
-        (self.folder / check_prefix(f"{folder}/" if folder else "") / name).unlink(missing_ok=True)
+        self._unlink(self.folder / check_prefix(f"{folder}/" if folder else "") / name)
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                _fsync_folder(path.parent)
+        except OSError as error:
+            raise self._explain(error, path, 0) from error
 
     def _walk(self, prefix: str, *, temporary: bool) -> Iterator[tuple[str, os.stat_result]]:
         for folder, _, names in os.walk(self.folder / prefix, onerror=self._cannot_list):

@@ -100,6 +100,7 @@ def _of_answer(answer: Answer, what: str, url: str, bucket: str, key: str | None
         (code == "NoSuchBucket", lambda: _no_bucket(what, bucket)),
         (code in _NO_SPACE or status == 507, lambda: _no_space(answer, what, url, key)),
         (code in EXPIRED, lambda: _expired(answer, what, key)),
+        (code == "NotImplemented" or status == 501, lambda: _unable(answer, what, key)),
         (code in _TRANSIENT or status == 429 or status >= 500, lambda: Unavailable(f"{what}: {answer}", key=key)),
         (code == "NoSuchUpload", lambda: UploadGone(f"{what}: {answer}")),
         (status == 409, lambda: Conflict(str(answer))),
@@ -112,7 +113,7 @@ def _of_answer(answer: Answer, what: str, url: str, bucket: str, key: str | None
         if matches:
             error: Exception = make()
             return error
-    return Invalid(f"{what}: {answer}", hint="the server does not understand the request; see docs/s3.md", key=key)
+    return _unable(answer, what, key)
 
 
 def _no_bucket(what: str, bucket: str) -> Invalid:
@@ -137,6 +138,11 @@ def _wrong_region(answer: Answer, what: str, key: str | None) -> Invalid:
 
 def _wrong_clock(answer: Answer, what: str, key: str | None) -> Invalid:
     return Invalid(f"{what}: {answer}", hint="set this machine's clock: signatures carry the time", key=key)
+
+
+def _unable(answer: Answer, what: str, key: str | None) -> Invalid:
+    hint = "the server cannot do what a store needs, conditional writes for one; see docs/s3.md"
+    return Invalid(f"{what}: {answer}", hint=hint, key=key)
 
 
 def _denied(answer: Answer, what: str, key: str | None) -> Invalid:
