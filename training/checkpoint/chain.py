@@ -6,6 +6,7 @@ A checkpoint with a rebased manifest ends the chain there: the rebased form is a
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -132,6 +133,7 @@ def read_chain(
     run: str | None = None,
     *,
     use_rebased: bool = True,
+    avoid: Collection[tuple[int, int]] = (),
     notes: list[Skipped] | None = None,
 ) -> Chain:
     """Head, parent, ... down to the nearest base, each held against the digest that its child recorded.
@@ -141,6 +143,7 @@ def read_chain(
         token, sequence: the checkpoint.
         run: name of the run, if it is known.
         use_rebased: take rebased manifests where there are any. A damaged one is passed by, with a note.
+        avoid: checkpoints whose rebased manifests are passed by.
         notes: receives what was passed by.
 
     Raises:
@@ -151,7 +154,7 @@ def read_chain(
     short = rebased_checkpoints(store) if use_rebased and here.manifest.kind != "base" else set()
     while True:
         content = here.manifest
-        if (here.ref.token, here.ref.sequence) in short:
+        if (here.ref.token, here.ref.sequence) in short and (here.ref.token, here.ref.sequence) not in avoid:
             try:
                 content = read_rebased(store, here)
             except Corrupt as error:

@@ -161,7 +161,8 @@ def _plan(store: Store, keep: int, grace_seconds: float, aliases: set[Name], run
     if token != seen.newest_seal:
         return _Plan(seen, {}, Sweep(), f"token {token} has not said yet which checkpoint it starts from")
     notes: list[Skipped] = []
-    history = candidates(store, notes=notes, collected=seen.collected)
+    # what was committed since the survey is built on its head, or on the one before
+    history = (n for n in candidates(store, notes=notes, collected=seen.collected) if n in seen.manifests)
     live = choose(
         seen,
         history,

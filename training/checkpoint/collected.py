@@ -90,7 +90,7 @@ def read_collected(store: Store, notes: list[Skipped] | None = None) -> Collecte
             continue
         names, forms = _expanded(document.earlier), set(document.earlier_forms)
         added = _expanded(document.added)
-        if not _is_void(store, document, added):
+        if not _is_void(store, document, added, notes is not None):
             names, forms = names | added, forms | set(document.added_forms)
         return Collected(numbers[-1], frozenset(names), frozenset(forms))
     return Collected(numbers[-1] if numbers else 0)
@@ -133,14 +133,16 @@ def _read(store: Store, number: int) -> Collection:
     return found
 
 
-def _is_void(store: Store, document: Collection, added: set[Name]) -> bool:
+def _is_void(store: Store, document: Collection, added: set[Name], lenient: bool) -> bool:
     """Whether a later attempt started from what the document names: it had looked before, and was seen."""
     for token in token_numbers(store)[1]:
         if token > document.token:
             try:
                 head = read_seal(store, token).head
             except Corrupt:
-                continue
+                if not lenient:
+                    raise
+                return True  # it may have; to offer what may be on its way out is the smaller evil
             if head is not None and (head.token, head.sequence) in added:
                 return True
     return False

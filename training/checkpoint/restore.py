@@ -17,7 +17,7 @@ from training.checkpoint.manifest import Committed, Manifest, Position, manifest
 from training.checkpoint.policy import Cost
 from training.checkpoint.snapshot import rebuild
 from training.checkpoint.store import Store
-from training.checkpoint.token import Skipped
+from training.checkpoint.token import Skipped, check_not_fenced
 from training.errors import Corrupt
 
 
@@ -87,6 +87,7 @@ def find_newest(
 
     Raises:
         Corrupt: the run has checkpoints and none of them is intact. Never silently starts from zero.
+        Fenced: the same, but a newer attempt than the one that asks has taken over.
     """
     skipped = list(notes)
     found = False
@@ -97,6 +98,8 @@ def find_newest(
         except Corrupt as error:
             skipped.append(Skipped(key=error.key or manifest_key(token, sequence), reason=error.message))
     if found:
+        if before is not None:
+            check_not_fenced(store, before, run)  # what this attempt looks for may have been collected since
         raise Corrupt(
             f"none of the run's checkpoints is intact: {'; '.join(item.reason for item in skipped[:5])}",
             hint="restore the objects from a backup of the store, or start a new run",
@@ -136,16 +139,17 @@ def _restore(
     *,
     for_reference: bool,
 ) -> Found:
-    """By the shortest chain that is intact."""
-    chain = read_chain(store, token, sequence, run, notes=skipped)
-    try:
-        return _load(store, chain, skipped, threads, for_reference)
-    except Corrupt as error:
-        if not chain.is_rebased:
-            raise
-        skipped.append(Skipped(key=error.key or chain.contents[-1].key, reason=error.message))
-    chain = read_chain(store, token, sequence, run, use_rebased=False)
-    return _load(store, chain, skipped, threads, for_reference)
+    """By the shortest chain that is intact: a damaged rebased form is passed by, those below it are not."""
+    avoid: list[tuple[int, int]] = []
+    while True:
+        chain = read_chain(store, token, sequence, run, avoid=avoid, notes=skipped)
+        try:
+            return _load(store, chain, skipped, threads, for_reference)
+        except Corrupt as error:
+            if not chain.is_rebased:
+                raise
+            skipped.append(Skipped(key=error.key or chain.contents[-1].key, reason=error.message))
+            avoid.append((chain.links[-1].ref.token, chain.links[-1].ref.sequence))
 
 
 def _load(store: Store, chain: Chain, skipped: list[Skipped], threads: int | None, for_reference: bool) -> Found:

@@ -141,12 +141,19 @@ class Survey:
         return self._faults[name]
 
     def needs(self, name: Name) -> Iterator[Name]:
-        """A checkpoint and those below it whose bytes a restore reads, down to a base or a form to be relied on."""
+        """A checkpoint and those below it whose bytes a restore reads, down to a base or a form to be relied on.
+
+        What a manifest that is there and cannot be read is built on is not known: it may be anything older.
+        """
         here: Name | None = name
         while here is not None:
             yield here
             found = self.committed(here)
-            if isinstance(found, Fault) or found.manifest.kind == "base" or self.has_form(here):
+            if isinstance(found, Fault):
+                if here in self.manifests:
+                    yield from (older for older in sorted(self.manifests, reverse=True) if older < here)
+                return
+            if found.manifest.kind == "base" or self.has_form(here):
                 return
             older = self.parent(here)
             here = older if older is not None and older < here else None
