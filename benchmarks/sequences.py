@@ -4,7 +4,7 @@
 |---|---|---|
 | dense | char_gpt from scratch, AdamW 1e-3 | every number |
 | finetune | lora_minilm with `full`, AdamW 2e-5 | every number, the weights by little |
-| lora | lora_minilm | adapters and their moments, 2 % of the state |
+| lora | lora_minilm | adapters and their moments, 1 % of the state |
 | embedding | next byte from 8 hashed contexts, a million rows, SparseAdam | the rows that were looked up |
 """
 
@@ -189,7 +189,12 @@ def sequences(smoke: bool = False) -> list[Sequence]:
             1000,
         ),
         Sequence("finetune", "lora_minilm, full, 8 pairs a step, AdamW 2e-5", bert("params.full=true", *sizes), 40),
-        Sequence("lora", "lora_minilm, rank 8, the whole state", bert(*sizes), 40),
+        Sequence(
+            "lora",
+            "lora_minilm, rank 8, the whole state: 1 % of it adapters and their moments, the rest frozen",
+            bert(*sizes),
+            40,
+        ),
         Sequence(
             "embedding",
             "next byte from 8 hashed contexts, 1,000,000 rows of 32, SparseAdam 1e-3, 2,200 rows a step",

@@ -1,6 +1,6 @@
 """The MiniLM job on one layer of the packaged weights: what is trained, what is not, and that it can be resumed.
 
-With its YAML file, measured on the CPU: mean of 1/rank 0.562 as it comes, 0.61 after two epochs.
+With its YAML file, measured on the CPU: mean of 1/rank 0.562 as it comes, 0.60 after an epoch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_only_adapters_change_and_frozen_weights_keep_every_bit(data: Path) -> N
     trainer, before = after_steps(small(), data)
     changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(before[name], value)}
     adapters = {name for name in before if any(part in name for part in ADAPTERS)}
-    assert len(adapters) == 8  # two matrices for each of four projections
+    assert len(adapters) == 4  # two matrices for each of two projections
     assert changed == adapters
 
 
@@ -92,10 +92,17 @@ def test_frozen_weights_have_no_gradient_and_no_optimizer_state(data: Path) -> N
     frozen = [p for name, p in trainer.model.named_parameters() if not any(part in name for part in ADAPTERS)]
     assert frozen
     assert all(p.grad is None and not p.requires_grad for p in frozen)
-    assert len(trainer.optimizer.state) == 8
+    assert len(trainer.optimizer.state) == 4
     assert set(trainer.state.capture()["optimizer"]["state"]).isdisjoint(
         {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
     )
+
+
+def test_each_projection_can_have_an_adapter(data: Path) -> None:
+    names = ["query", "key", "value", "attention_out"]
+    trainer, before = after_steps(small(adapted=names), data)
+    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(before[name], value)}
+    assert changed == {f"layers.0.{name}.{part}.weight" for name in names for part in ("down", "up")}
 
 
 def test_full_trains_every_weight_and_has_no_adapter(data: Path) -> None:
@@ -144,9 +151,11 @@ def test_a_cut_run_ends_like_the_straight_one(data: Path, tmp_path: Path) -> Non
     assert straight is not None
     assert train_until(config, tmp_path / "cut", data, die_saved_at=3) is None
     assert train_until(config, tmp_path / "cut", data) == straight
-    packs = sorted(tmp_path.glob("straight/packs/*/*.pack"))
-    assert packs[0].stat().st_size > 10_000_000
-    assert all(pack.stat().st_size < 1_000_000 for pack in packs[1:])
+    packs = list(tmp_path.glob("straight/packs/*/*.pack"))
+    base = [pack for pack in packs if pack.name.startswith("00000000-")]
+    assert sum(pack.stat().st_size for pack in base) > 10_000_000
+    assert len(packs) > len(base)
+    assert all(pack.stat().st_size < 1_000_000 for pack in packs if pack not in base)
 
 
 def test_the_metric_improves_on_the_standard_library(tmp_path: Path) -> None:

