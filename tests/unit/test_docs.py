@@ -230,6 +230,15 @@ def test_the_two_argument_form_of_the_readme_saves_what_is_due(
     assert torch.equal(restored["weight"], names["model"].weight)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says so of every single process
+def test_the_dcp_example_of_the_readme_brings_the_weights_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run_example("dcp", tmp_path, monkeypatch)
+    assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
+    assert read_committed(LocalStore(tmp_path / "dcp-checkpoints"), 1, 0).manifest.kind == "base"
+
+
 def test_the_numbers_of_the_readme_are_those_that_were_measured() -> None:
     (page,) = re.findall(r"\((benchmarks/results/[^)]+)\.md\)", text_of(README))
     jobs = json.loads((ROOT / f"{page}.json").read_text())["jobs"]
