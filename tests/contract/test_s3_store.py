@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -10,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -424,6 +427,27 @@ def test_many_threads_share_one_client(bucket: RawBucket, s3: S3Server) -> None:
         list(executor.map(lambda n: store.put(f"p/{n}", [str(n).encode()]), range(64)))
         assert list(executor.map(lambda n: store.get(f"p/{n}"), range(64))) == [str(n).encode() for n in range(64)]
     assert [thread.name for thread in threading.enumerate()].count("retoma-s3") == 1
+
+
+def test_a_store_that_is_dropped_closes_its_connections_in_whatever_thread_that_happens(moto: S3Server) -> None:
+    """The garbage collector runs anywhere, in another library's event loop too: s3fs's own way fails there."""
+    store = S3Store(f"s3://{BUCKET}/dropped")
+    store.exists("a")
+    filesystem = store._client._filesystem
+    assert filesystem is not None
+    session = filesystem._s3._endpoint.http_session
+    gone = weakref.ref(filesystem)
+    assert session._sessions
+    box = [store]
+    del store, filesystem
+
+    async def drop() -> None:
+        box.clear()
+        gc.collect()
+
+    asyncio.run(drop())
+    assert gone() is None
+    wait_for(lambda: not session._sessions)
 
 
 FALL_OFF = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -61,6 +62,7 @@ class S3Client:
         self.url, self.bucket, self.options = url, bucket, options
         self._pid = 0
         self._filesystem: S3FileSystem | None = None
+        self._ready: S3FileSystem | None = None
         self._abandoned: list[S3FileSystem] = []
 
     async def call(self, doing: str, key: str | None, method: str, body_bytes: int = 0, **arguments: Any) -> Any:
@@ -125,12 +127,20 @@ class S3Client:
         if "@" in urlsplit(client.meta.endpoint_url).netloc:
             self._filesystem = None
             raise Invalid("the endpoint's URL holds a password", hint="give credentials by AWS's provider chain")
+        if self._ready is not filesystem:
+            self._ready = filesystem
+            self._prepare(filesystem, client)
+        return filesystem
+
+    @staticmethod
+    def _prepare(filesystem: S3FileSystem, client: Any) -> None:
         from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
         # A server that accepts a PUT and stays silent would hold it for ever: botocore's read timeout does not
-        # count while "100 Continue" is awaited. Unregistering twice does nothing.
+        # count while "100 Continue" is awaited.
         client.meta.events.unregister("before-call.s3", add_expect_header)
-        return filesystem
+        # s3fs would close its connections in whatever event loop the garbage collector happens to run.
+        weakref.finalize(filesystem, _close, os.getpid(), background_loop(), filesystem._s3creator)
 
     def _new(self) -> S3FileSystem:
         from aiobotocore.session import AioSession  # type: ignore[import-untyped]
@@ -151,7 +161,7 @@ class S3Client:
             config["s3"] = {"addressing_style": "path"}  # few servers have a name for each bucket
         region = options.region or os.environ.get("AWS_REGION") or None
         filesystem = S3FileSystem(
-            loop=background_loop(),
+            asynchronous=True,
             skip_instance_cache=True,
             use_listings_cache=False,
             endpoint_url=options.endpoint_url,
@@ -161,6 +171,12 @@ class S3Client:
         )
         filesystem.retries = 1
         return filesystem
+
+
+def _close(pid: int, loop: asyncio.AbstractEventLoop, creator: Any) -> None:
+    """Close the connections, once nobody uses the client; when the process ends, too."""
+    if pid == os.getpid() and loop.is_running():
+        asyncio.run_coroutine_threadsafe(creator.__aexit__(None, None, None), loop)
 
 
 @functools.cache
