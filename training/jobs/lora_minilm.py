@@ -40,7 +40,9 @@ class MiniLmParams(Params):
 
     full: bool = Field(False, description="train all weights instead of adapters")
     adapted: tuple[Literal["query", "key", "value", "attention_out"], ...] = Field(
-        ("query", "value"), min_length=1, description="projections that get an adapter; four instead of two gain little"
+        ("query", "value"),
+        min_length=1,
+        description="projections that get an adapter; four instead of two gain little",
     )
     rank: int = Field(8, ge=1, description="of the adapters")
     scale: float = Field(2.0, gt=0, description="factor of what the adapters add")
