@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.faults import RuledStore, fail_on
+from training.checkpoint import IncrementalCheckpointer
+from training.checkpoint.manifest import Committed, manifest_key
 from training.checkpoint.store import MemoryStore, NoSpace, NotFound, ObjectInfo, Store, Unfinished, put_document
 from training.checkpoint.store.faulty import Fault, FaultyStore, Hit
 from training.checkpoint.store.metered import LATENCY_LIMITS_SECONDS, MeteredStore
@@ -287,3 +290,66 @@ def test_a_seed_repeats_its_faults_however_many_threads_there_are() -> None:
     assert run_drill(1, 1) == run_drill(1, 8)
     assert run_drill(1, 1) != run_drill(2, 1)
     assert 30 < len(run_drill(1, 1)) < 300
+
+
+# --- the engine behind them
+
+
+def weights(step: int) -> torch.Tensor:
+    return torch.full((5_000,), float(step))
+
+
+@pytest.mark.parametrize(("attempts", "lost"), [(30, 1), (30, 3), (1, 1)])
+def test_a_commit_whose_answer_is_lost_is_acknowledged_and_not_taken_for_a_foreign_one(
+    attempts: int, lost: int
+) -> None:
+    """By the retries, or where they are used up by the commit, which reads back itself."""
+    faulty = FaultyStore(MemoryStore(), [Fault("error-after", "put_if_absent", "manifests/", times=lost)])
+    store = retrying(faulty, Clock(), attempts=attempts)
+    with IncrementalCheckpointer(store) as checkpointer:
+        checkpointer.save({"w": weights(1)})
+        committed = checkpointer.wait()
+    assert len(faulty.hits) == lost
+    assert committed is not None
+    assert [key for key, _ in store.list("manifests/")] == [committed.manifest.key]
+
+
+def test_a_commit_that_finds_other_bytes_after_a_lost_answer_is_fenced() -> None:
+    faulty = FaultyStore(MemoryStore(), [Fault("error", "put_if_absent", "manifests/", times=2)])
+    checkpointer = IncrementalCheckpointer(retrying(faulty, Clock()))
+    checkpointer.restore()
+    faulty.inner.put_if_absent(manifest_key(1, 0), b"theirs")
+    checkpointer.save({"w": weights(1)})
+    with pytest.raises(Fenced, match="written by another process"):
+        checkpointer.close()
+    assert len(faulty.hits) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_over_a_store_with_random_faults_what_was_acknowledged_is_there_and_whole(seed: int) -> None:
+    inner = MemoryStore()
+    plan = [
+        Fault("error", times=None, probability=0.15),
+        Fault("error-after", times=None, probability=0.15),
+    ]
+    acknowledged: list[Committed] = []
+    for attempt in range(3):
+        store = retrying(FaultyStore(inner, plan, seed * 3 + attempt), Clock(), attempts=2)
+        try:
+            with IncrementalCheckpointer(store, run="r", on_saved=acknowledged.append) as checkpointer:
+                for step in range(6):
+                    checkpointer.save({"w": weights(10 * attempt + step)}, meta={"n": 10 * attempt + step})
+        except Unavailable:
+            continue  # this attempt is over; the next one resumes
+    with IncrementalCheckpointer(inner, run="r") as later:
+        restored = later.restore()
+    if not acknowledged:
+        return
+    assert restored is not None, f"seed {seed}"
+    assert restored.skipped == ()
+    newest = acknowledged[-1]
+    found = restored.checkpoint.ref
+    assert (found.token, found.sequence) >= (newest.ref.token, newest.ref.sequence), f"seed {seed}"
+    assert torch.equal(restored["w"], weights(restored.manifest.meta["n"])), f"seed {seed}"
+    for committed in acknowledged:
+        assert inner.exists(committed.manifest.key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -63,11 +62,6 @@ class S3Server:
             self._process = None
         for left in self.leaves:
             left.unlink(missing_ok=True)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send the process a signal."""
-        assert self._process is not None
-        self._process.send_signal(number)
 
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=5)

@@ -229,10 +229,11 @@ class S3Store:
             )
         except ConditionFailed as error:
             raise Unavailable(f"{key} in {self.url} was replaced while it was read", key=key) from error
-        match = _CONTENT_RANGE.fullmatch(answer.get("ContentRange") or "")
-        if match is None:  # a server that does not know ranges sends everything
+        told = answer.get("ContentRange")
+        if not told:  # a server that does not know ranges sends everything
             return _Piece(data[start:stop], len(data), str(answer.get("ETag") or ""))
-        if int(match[1]) != start or len(data) != min(stop, int(match[3])) - start:
+        match = _CONTENT_RANGE.fullmatch(told)
+        if match is None or int(match[1]) != start or len(data) != min(stop, int(match[3])) - start:
             raise Unavailable(f"reading {key} in {self.url}: the answer was cut short", key=key)
         return _Piece(data, int(match[3]), str(answer.get("ETag") or ""))
 
