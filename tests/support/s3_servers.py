@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -36,9 +37,11 @@ def free_ports(count: int) -> list[int]:
 class S3Server:
     """A server process. `kill` is a SIGKILL; `start` starts it again, with what is on its disk."""
 
-    def __init__(self, name: str, arguments: list[str], port: int, folder: Path) -> None:
-        self.name, self.url = name, f"http://{LOOPBACK}:{port}"
-        self._arguments, self._port, self._folder = arguments, port, folder
+    def __init__(
+        self, name: str, arguments: list[str], port: int, folder: Path, certificate: Path | None = None
+    ) -> None:
+        self.name, self.url = name, f"{'https' if certificate else 'http'}://{LOOPBACK}:{port}"
+        self._arguments, self._port, self._folder, self._certificate = arguments, port, folder, certificate
         self._process: subprocess.Popen[bytes] | None = None
         self.leaves: list[Path] = []  # files outside of the folder
 
@@ -65,6 +68,9 @@ class S3Server:
 
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=5)
+        if self._certificate:
+            trusted = ssl.create_default_context(cafile=str(self._certificate))
+            connection = http.client.HTTPSConnection(LOOPBACK, self._port, timeout=5, context=trusted)
         try:
             connection.request("GET", f"/{BUCKET}")
             return connection.getresponse().status < 500
@@ -81,11 +87,13 @@ class S3Server:
         return boto3.client("s3", endpoint_url=self.url, config=config, **keys)
 
 
-def moto_server(folder: Path) -> S3Server:
-    """moto: quick, all in memory, checks no checksum."""
+def moto_server(folder: Path, key: Path | None = None, certificate: Path | None = None) -> S3Server:
+    """moto: quick, all in memory, checks no checksum. With a certificate, by https."""
     (port,) = free_ports(1)
     arguments = [sys.executable, "-c", "from moto.server import main; main()", "-H", LOOPBACK, "-p", str(port)]
-    return S3Server("moto", arguments, port, folder)
+    if key and certificate:
+        arguments += ["-s", "-k", str(key), "-c", str(certificate)]
+    return S3Server("moto", arguments, port, folder, certificate)
 
 
 def seaweed_server(folder: Path) -> S3Server:

@@ -16,7 +16,7 @@ from training.errors import Unavailable
 T = TypeVar("T")
 
 FIRST_WAIT_SECONDS = 0.2
-LONGEST_WAIT_SECONDS = 10.0
+LONGEST_WAIT_SECONDS = 5.0
 
 
 def _may_pass(error: BaseException) -> bool:

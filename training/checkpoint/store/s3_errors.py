@@ -89,6 +89,8 @@ def explain(error: Exception, doing: str, url: str, bucket: str, key: str | None
         )
     if name in _NO_REQUEST:
         return Invalid(f"{what}: {error}", hint="check bucket, endpoint and region; see docs/s3.md", key=key)
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return Invalid(f"{what}: {error}", hint="set AWS_CA_BUNDLE to the file of the server's authority", key=key)
     return Unavailable(f"{what}: {_told(error)}", hint="is the store up, and is its endpoint right?", key=key)
 
 
