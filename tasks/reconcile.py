@@ -18,6 +18,7 @@ from infra.mlflow_registry import MlflowRegistry
 from infra.mlflow_runs import RunRecord
 from infra.mlflow_text import NOTE, attempt_tags, run_note
 from tasks.verdict import Ended, left_out, outcome
+from training.checkpoint.collected import read_collected
 from training.checkpoint.document import digest
 from training.checkpoint.history import Lineage, read_lineage, sequences
 from training.checkpoint.manifest import Committed, manifest_key
@@ -87,7 +88,7 @@ class Reconciler:
         final: bool = False,
         picture: bool = True,
     ) -> PublishReport:
-        """Register whatever is not registered yet. Two listings of the store, and no traffic, if nothing is new.
+        """Register whatever is not registered yet. A few listings of the store, and no traffic, if nothing is new.
 
         Args:
             ended: how attempts ended, by token.
@@ -226,11 +227,14 @@ class Reconciler:
     def _mark_void(self, lineage: Lineage) -> None:
         """Entries that the run does not build on: left out by a seal, or gone from the store."""
         chain = {(c.ref.token, c.ref.sequence) for c in lineage.chain}
+        collected = read_collected(self._store, []).names
         for place, entry in self._checkpoints.items():
             if place in chain or entry.void:
                 continue
             reason = left_out(place, lineage.attempts)
-            if reason is None and not self._store.exists(manifest_key(*place)):
+            if reason is None and place in collected:
+                reason = "collected: its bytes are gone, newer checkpoints are there"
+            elif reason is None and not self._store.exists(manifest_key(*place)):
                 reason = "its manifest is no longer in the store"
             if reason:
                 self._registry.checkpoints.mark_void(entry, reason)
@@ -263,8 +267,9 @@ class Reconciler:
 
 
 def _fingerprint(store: Store) -> object:
-    """Changes with every claim, seal and commit."""
+    """Changes with every claim, seal, commit and collection."""
     claims, seals = token_numbers(store)
     newest = max(claims | seals, default=0)
     older = max((token for token in seals if token < newest), default=0)  # of a claim without a seal
-    return sorted(claims), sorted(seals), sequences(store, newest), sequences(store, older)
+    collections = [key for key, _ in store.list("collected/")]
+    return sorted(claims), sorted(seals), sequences(store, newest), sequences(store, older), collections

@@ -26,6 +26,7 @@ from tasks.reconcile import Reconciler
 from tasks.register import register_final
 from tests.support.stores import DATA, RunBuilder, interrupted_run
 from training.checkpoint.checkpointer import IncrementalCheckpointer
+from training.checkpoint.collect import collect
 from training.checkpoint.manifest import Position, manifest_key
 from training.checkpoint.store import LocalStore
 from training.checkpoint.token import Skipped
@@ -297,6 +298,28 @@ def test_f24_an_entry_with_nothing_behind_it_is_found_and_never_resumed_from(
     assert registry.newest("run-1") == RegistryPointer(
         store_url=store.url, token=3, sequence=4, digest=expected.ref.digest, step=30
     )
+
+
+def test_f24_what_a_collection_removed_is_marked_and_no_metric_is_lost(
+    registry: MlflowRegistry, store: LocalStore
+) -> None:
+    builder = interrupted_run(store)
+    reconciler = Reconciler(store, registry, "run-1")
+    reconciler.reconcile()
+    before = everything(registry)
+    head = builder.head
+    assert head is not None
+    builder.commit(head.ref.token, 90, kind="base")
+    report = collect(store, keep=1, grace_seconds=0.0, running=False)
+    assert report.collected, "nothing was collected: the test shows nothing"
+    found = reconciler.reconcile()
+    assert not found.missing
+    marked = {name for name, model in models(registry).items() if "retoma.void" in model.tags}
+    gone = {f"{token:06d}-{sequence:08d}" for token, sequence in report.collected}
+    assert {name.partition("-")[2] for name in marked} >= gone
+    assert "its bytes are gone" in models(registry)[f"base-{min(gone)}"].tags["retoma.void"]
+    assert all(steps for steps in everything(registry)["metrics"]["parent"].values())
+    assert everything(registry)["metrics"]["parent"].keys() >= before["metrics"]["parent"].keys()
 
 
 def test_f24_an_entry_for_other_bytes_is_replaced(
