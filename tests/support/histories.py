@@ -43,14 +43,26 @@ _LATE = ("put", "put_if_absent", "delete")
 
 @dataclass
 class Odds:
-    """How likely things go wrong, at each operation. Of each history some are drawn, some are left out."""
+    """How likely things go wrong, at each operation."""
 
-    error: float
-    error_after: float
-    late: float
-    sleep: float
-    damage: float  # of what is read by those who are not writers
-    skip: float  # of what a writer reads of checkpoints, so that it may start from an older one
+    error: float = 0.0
+    error_after: float = 0.0
+    late: float = 0.0
+    sleep: float = 0.005
+    damage: float = 0.0  # of what is read by those who are not writers
+    collectors: int = 3  # at most; no odds, but it makes what concerns them likelier
+    bases: float = 0.2
+    skip: float = 0.0  # of what a writer reads of checkpoints, so that it may start from an older one
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Odds:
+        """Each of them absent from most histories."""
+
+        def some(*chances: float) -> float:
+            return rng.choice(chances) if rng.random() < 0.33 else 0.0
+
+        sleep = rng.choice((0.0, 0.005, 0.02, 0.05))
+        return cls(some(0.02), some(0.02), some(0.03, 0.1), sleep, some(0.01), skip=some(0.05, 0.3))
 
 
 class ActorStore(StoreWrapper):
@@ -97,6 +109,7 @@ class World:
     """One history.
 
     Attributes:
+        given: how likely what goes wrong; None: drawn as well.
         acknowledged: in the order in which writers were told.
         expected: what each state held, by the number in its checkpoint's `meta`.
         pins: that were granted.
@@ -105,6 +118,7 @@ class World:
     """
 
     seed: int
+    given: Odds | None = None
     collect: Callable[..., Any] = collect
     rng: random.Random = field(init=False)
     odds: Odds = field(init=False)
@@ -119,11 +133,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = rng = random.Random(self.seed)
-
-        def some(chance: float) -> float:
-            return rng.choice((0.0, 0.0, chance))
-
-        self.odds = Odds(some(0.02), some(0.02), some(0.03), rng.choice((0.0, 0.005, 0.02)), some(0.01), some(0.05))
+        self.odds = Odds.drawn(rng) if self.given is None else self.given
         self.store = MemoryStore()
         self.turns = Turns(rng, self._tick)
 
@@ -135,7 +145,7 @@ class World:
             if rng.random() < 0.4:
                 writer.dies_at = rng.randrange(1, 200)
         for name, work, most in (
-            ("collector", self._collector, 3),
+            ("collector", self._collector, self.odds.collectors),
             ("compactor", self._compactor, 2),
             ("reader", self._reader, 2),
             ("pinner", self._pinner, 1),
@@ -173,8 +183,7 @@ class World:
         newest = max(((ref.token, ref.sequence) for ref in self.acknowledged), default=None)
         found, _ = find_newest(store, RUN)
         if newest is not None:
-            assert newest not in gone, f"the newest acknowledged {newest} was collected"
-            assert found is not None
+            assert found is not None, f"nothing is restored, and {newest} was acknowledged"
             ref = found.state.checkpoint.ref
             assert (ref.token, ref.sequence) >= newest, f"{ref} is restored, and {newest} was acknowledged"
             assert self.pins <= pinned(store) | {(0, 0)}
@@ -238,7 +247,7 @@ class World:
         values = torch.Generator().manual_seed(number)
         state = {"w": torch.randn(40, generator=values), "frozen": torch.ones(7), "n": number}
         self.expected[number] = bits(state)
-        base = self.rng.random() < 0.2
+        base = self.rng.random() < self.odds.bases
         checkpointer.save(state, position=Position(step=number), base=base, meta={"number": number})
 
     def _same(self, restored: RestoredState, what: str) -> None:
