@@ -69,3 +69,15 @@ def test_train_and_retrain_run_as_documented(stack: Settings) -> None:
     source = champion_checkpoint(champion.tags, MODEL)
     assert lineage.head.manifest.job["identity"]["init_from"] == source.model_dump(mode="json")
     assert restore_checkpoint(store, lineage.head.ref.token, lineage.head.ref.sequence, "again")
+
+
+def test_maintenance_runs_as_documented_and_keeps_what_is_registered(stack: Settings) -> None:
+    """After the training above, in the same stack: its head is a registered version."""
+    store, lineage = find_run(stack, "by-prefect")
+    before = store.list("")
+    prefect_run(stack, "maintain/cpu", runs=["by-prefect"], keep=1, grace_hours=0, dry_run=True)
+    assert store.list("") == before
+    prefect_run(stack, "maintain/cpu", runs=["by-prefect"], keep=1, grace_hours=0)
+    assert lineage.head is not None
+    assert restore_checkpoint(store, lineage.head.ref.token, lineage.head.ref.sequence, "by-prefect")
+    assert len(find_run(stack, "by-prefect")[1].chain) <= len(lineage.chain)
