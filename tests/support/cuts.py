@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,7 @@ def _train(
         try:
             done = train_range(config, str(store), "cut", data_folder=data, stop=cut.get("stop"), report=report)
         except RetomaError as error:
+            print(error, file=sys.stderr)  # noqa: T201 - shown when the test fails
             answer.send(error.kind)
         else:
             answer.send(done.state_digest)
