@@ -133,8 +133,9 @@ def test_noise_is_not_coded_as_a_difference_and_small_steps_are() -> None:
     rng = np.random.default_rng(0)
     old = rng.standard_normal(1 << 16, dtype=np.float32)
     other = rng.standard_normal(1 << 16, dtype=np.float32)
-    assert prefers_delta((old * np.float32(1.0001)).view(np.uint8), old.view(np.uint8), 4)
-    assert not prefers_delta(other.view(np.uint8), old.view(np.uint8), 4)
+    for new, expected in ((old * np.float32(1.0001), True), (other, False)):
+        was, now = old.view(np.uint8), new.view(np.uint8)
+        assert prefers_delta(now, was, 4, changed_groups(now, was)) is expected
 
 
 def test_the_plain_difference_of_the_first_checkpoints_is_still_read() -> None:

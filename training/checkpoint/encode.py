@@ -26,7 +26,6 @@ from training.checkpoint.codec import (
     encode_difference,
     encode_frame,
     frame_digest,
-    gather,
     is_sparse,
     prefers_delta,
 )
@@ -121,7 +120,7 @@ class _ChunkEncoder:
             return CodedFrame(number, self.previous[1][number], None, time.thread_time() - started)
 
         def measure() -> bool:
-            return is_sparse(groups) or prefers_delta(gather(frame, groups), gather(old, groups), item_bytes)
+            return is_sparse(groups) or prefers_delta(frame, old, item_bytes, groups)
 
         if self.choice.prefers_delta(measure):
             encoded = encode_difference(frame, old, item_bytes, groups)
