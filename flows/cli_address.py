@@ -69,12 +69,7 @@ def the_checkpoint(text: str | None) -> tuple[int, int] | None:
 
 def export_s3(settings: Settings) -> None:
     """Tell S3's client in this process and in its children which server it is."""
-    found = {
-        "AWS_ENDPOINT_URL_S3": settings.s3_endpoint_url,
-        "AWS_REGION": settings.s3_region,
-        "AWS_DEFAULT_REGION": settings.s3_region,
-    }
-    os.environ.update({name: value for name, value in found.items() if value})
+    os.environ.update(settings.s3_variables())
 
 
 def _is_address(name: str) -> bool:

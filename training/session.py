@@ -13,7 +13,8 @@ from training.checkpoint.bounded import BoundedCodec
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Committed, Manifest, Position, Ref, manifest_key
 from training.checkpoint.restore import RestoredState
-from training.checkpoint.store import Store
+from training.checkpoint.store import Store, open_store
+from training.checkpoint.store.metered import MeteredStore
 from training.checkpoint.token import Skipped
 from training.config import CheckpointConfig, JobConfig, differences, digest_of
 from training.errors import Corrupt, Invalid, RetomaError
@@ -56,8 +57,9 @@ def train_range(
     """
     started = time.perf_counter()
     trainer = Trainer(config, data_folder)
+    metered = MeteredStore(open_store(store) if isinstance(store, str) else store)
     checkpointer = IncrementalCheckpointer(
-        store,
+        metered,
         run=run,
         token=token,
         **checkpoint_options(config.checkpoint),
@@ -93,6 +95,7 @@ def train_range(
         metrics=metrics or head.manifest.meta.get("metrics", {}),
     )
     report(done)
+    print(metered.snapshot(), flush=True)  # noqa: T201 - the log
     return done
 
 

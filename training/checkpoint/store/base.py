@@ -22,19 +22,9 @@ _KEY = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 class NotFound(Corrupt, FileNotFoundError):
     """No object under this key."""
 
-    @property
-    def kind(self) -> str:
-        """What it means to the caller, like any damage."""
-        return Corrupt.__name__
-
 
 class NoSpace(Unavailable):
     """The store is full or over its quota. Later it may be otherwise; asking again at once is of no use."""
-
-    @property
-    def kind(self) -> str:
-        """What it means to the caller, like a store that is away."""
-        return Unavailable.__name__
 
 
 class ObjectInfo(NamedTuple):

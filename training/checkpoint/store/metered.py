@@ -64,6 +64,17 @@ class StoreMetrics:
         """Bytes read."""
         return sum(one.received_bytes for one in self.operations.values())
 
+    def __str__(self) -> str:
+        """One line for a log."""
+        parts = [
+            f"{one.count} {name}"
+            + (f" ({one.errors} failed)" if one.errors else "")
+            + f" in {one.seconds:.2f} s, the longest {1000 * one.longest_seconds:.0f} ms"
+            for name, one in sorted(self.operations.items())
+        ]
+        moved = f"{self.sent_bytes / 1e6:.1f} MB written, {self.received_bytes / 1e6:.1f} MB read"
+        return "store: " + "; ".join([moved, *parts])
+
 
 class MeteredStore(StoreWrapper):
     """Counts what passes. Around a `RetryingStore` it sees calls, inside of one it sees tries."""
