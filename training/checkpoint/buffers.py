@@ -1,12 +1,13 @@
 """The copy of a state into host buffers: the only moment at which training waits for a save.
 
-Tensors of at least `SMALL_BYTES` are a chunk each. Smaller ones share a slab for each item size, so that four
+Tensors of at least `SMALL_BYTES` are a chunk each. Smaller ones share slabs by item size and role, so that four
 hundred step counters cost one chunk. Buffers are reused from save to save.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from training.checkpoint.tree import Flat, flatten
 from training.errors import Invalid
 
 SMALL_BYTES = 16 * 1024
+_MANY = 4  # tensors of one name, to have a slab of their own
 _AS_BYTES = {torch.bool}
 _COPY_THREADS = max(1, min(4, os.cpu_count() or 1))  # one core does not use up the bandwidth of the memory
 _WORTH_A_THREAD = 8 * 1024 * 1024
@@ -87,10 +89,11 @@ class SnapshotBuffers:
         sizes: dict[str, int] = {}
         items: dict[str, int] = {}
         entries = []
+        roles = _roles(flat)
         for key, tensor in zip(flat.keys, flat.tensors, strict=True):
             item_bytes = tensor.element_size()
             size_bytes = tensor.numel() * item_bytes
-            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{item_bytes}"
+            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{item_bytes}{roles.get(key, '')}"
             entries.append(
                 Tensor(
                     key=key,
@@ -159,6 +162,17 @@ class BufferPair:
     def close(self) -> None:
         """End the threads."""
         self._copiers.shutdown()
+
+
+def _roles(flat: Flat) -> dict[str, str]:
+    """`/exp_avg` and the like for small tensors that have their last name in common with others.
+
+    Weights, first and second moments are best coded in different ways, so that they do not share a slab.
+    """
+    small = [k for k, t in zip(flat.keys, flat.tensors, strict=True) if t.nbytes < SMALL_BYTES and "/" in k]
+    names = {key: key.rpartition("/")[2] for key in small}
+    counts = Counter(names.values())
+    return {key: f"/{name}" for key, name in names.items() if counts[name] >= _MANY and "." not in name}
 
 
 def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor], copiers: ThreadPoolExecutor | None) -> None:

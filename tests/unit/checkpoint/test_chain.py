@@ -22,7 +22,7 @@ class Costly:
 
     def __init__(self, **options: Any) -> None:
         self.store = RuledStore(MemoryStore())
-        self.checkpointer = IncrementalCheckpointer(self.store, **options)
+        self.checkpointer = IncrementalCheckpointer(self.store, **{"deltas_per_base": 8, **options})
         self.expected: list[Any] = []
 
     def save(self, state: dict[str, Any], **options: Any) -> tuple[int, Manifest]:

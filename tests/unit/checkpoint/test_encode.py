@@ -170,3 +170,15 @@ def test_a_choice_is_measured_less_and_less_often_and_anew_when_it_turns() -> No
 
         choices.prefers_delta("w", measure)
     assert measured == [0, 1, 3, 7, 15, 23, 31, 39, 40, 42, 46]
+
+
+def test_small_moments_do_not_share_a_slab_with_small_weights() -> None:
+    def state(step: int) -> dict[str, Any]:
+        names = [f"layer.{i}.weight" for i in range(6)]
+        return {
+            "model": {name: randn(40, 40) * (1 + step * 1e-4) for name in names},
+            "optimizer": {name: {"exp_avg": randn(40, 40, seed=step), "step": step} for name in names},
+        }
+
+    _, delta = saved(MemoryStore(), [state(0), state(1)])
+    assert modes(delta) == {"~slab/4": "delta", "~slab/4/exp_avg": "full"}
