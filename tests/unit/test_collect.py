@@ -136,6 +136,8 @@ def test_nothing_goes_while_an_attempt_looks_for_its_start(chains: Chains) -> No
     assert "has not said yet" in report.reason
     assert (report.collected, report.freed_bytes) == ((), 0)
     assert chains.listing() == keys
+    collect(chains.store, keep=1, running=False)  # somebody knows that it has died
+    assert chains.restorable() == names(1, (6, 7))
 
 
 @pytest.mark.parametrize("prefix", ["manifests/", "packs/", "pins/", "collected/"])

@@ -114,8 +114,8 @@ def collect(
         keep: newest bases; at least 1.
         grace_seconds: nothing younger is removed, by the store's own clock.
         aliases: (token, sequence) of checkpoints that the registry points at.
-        running: whether an attempt may be at work. False lets the checkpoint before the head go, too; only say so
-            when the run has ended.
+        running: whether an attempt may be at work. False lets the checkpoint before the head go, too, and does not
+            wait for an attempt that has claimed and not sealed; only say so when the run has ended.
         dry_run: delete nothing; tell what would be.
         created: wall clock, informational.
 
@@ -158,7 +158,7 @@ def _plan(store: Store, keep: int, grace_seconds: float, aliases: set[Name], run
     token = seen.newest_claim
     if token == 0:
         return _Plan(seen, {}, Sweep(), "" if not seen.manifests else "the store has checkpoints and no claim")
-    if token != seen.newest_seal:
+    if running and token != seen.newest_seal:
         return _Plan(seen, {}, Sweep(), f"token {token} has not said yet which checkpoint it starts from")
     notes: list[Skipped] = []
     # what was committed since the survey is built on its head, or on the one before
