@@ -25,7 +25,7 @@ from training.checkpoint.sweep import Sweep
 from training.checkpoint.token import check_not_fenced
 
 HISTORIES = 10_000
-QUICK = 1_000
+QUICK = 2_000
 BATCHES = 4  # so that two processes can share them
 
 
