@@ -183,9 +183,9 @@ def sequences(smoke: bool = False) -> list[Sequence]:
     return [
         Sequence(
             "dense",
-            "char_gpt, 5 layers of 256, from scratch, 8 windows of 64 a step, AdamW 1e-3 with torch's betas. Bytes depend "
-            "on how far training is: 74 % after 400 steps, 73 % after 1,000; and on the second beta: 76 % after 200 "
-            "steps with the job's own 0.99",
+            "char_gpt, 5 layers of 256, from scratch, 8 windows of 64 a step, AdamW 1e-3 with torch's betas. Bytes "
+            "depend on how far training is: 74 % after 400 steps, 73 % after 1,000; and on the second beta: 76 % "
+            "after 200 steps with the job's own 0.99",
             gpt("params.n_layer=5", "params.d_model=256", "params.context=64", "batch_size=8"),
             1000,
         ),
