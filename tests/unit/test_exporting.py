@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_older_one_says_so(tmp_path
 def test_a_checkpoint_that_is_not_there_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     store = MemoryStore()
     saved(store, a_state())
-    with pytest.raises(Invalid, match="has no manifests/000001/00000009.json"):
+    with pytest.raises(Invalid, match=r"has no manifests/000001/00000009\.json"):
         export_checkpoint(store, tmp_path / "out", checkpoint=(1, 9))
 
 
