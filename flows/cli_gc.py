@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from flows.cli_address import RUN_HELP, Opened, open_run
 from infra.settings import Settings, load_settings
+from tasks.runs import summarise
 from training.checkpoint.adapters.address import checkpoint_name
 from training.errors import Invalid, Unavailable
 
@@ -50,6 +51,7 @@ def gc(
         keep=keep,
         grace_seconds=grace,
         aliases=aliases,
+        running=not (opened.address == opened.run and summarise(opened.run, opened.store_url).finished),
         dry_run=dry_run,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
     )
@@ -67,25 +69,11 @@ def _registered(settings: Settings, opened: Opened, wanted: bool | None) -> set[
     known = settings.mlflow_url is not None or settings.ports() is not None
     if not (by_name and known if wanted is None else wanted):
         return set()
-    from tasks.champion import champion_checkpoint
+    from tasks.retain import registered_checkpoints
     from tasks.tracking import registry_of
 
-    registry = registry_of(settings)
     try:
-        parent = registry.runs.parent(opened.run)
-        if parent is None:
-            return set()
-        found: set[Name] = set()
-        with registry.connection.asking(f"looking for models of run {opened.run}") as client:
-            page: str | None = None
-            while True:
-                rows = client.search_model_versions(f"run_id = '{parent.id}'", max_results=200, page_token=page)
-                for row in rows:
-                    place = champion_checkpoint(dict(row.tags), f"version {row.name}/{row.version}")
-                    found.add((place.token, place.sequence))
-                page = rows.token
-                if not page:
-                    return found
+        return registered_checkpoints(registry_of(settings), opened.run)
     except (Unavailable, Invalid) as error:
         error.hint = (
             f"registered models could lose their weights; without them: retoma gc {opened.run} --no-registry"
