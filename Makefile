@@ -22,7 +22,6 @@ PEERS := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-c
 bench: $(INSTALLED) ## measure the engine beside its peers, a quarter of an hour; writes benchmarks/results/
 	@$(PEERS) -r requirements-bench.lock || grep -v '^#' requirements-bench.lock | xargs -n 1 sh -c '$(PEERS) "$$0" || true'
 	@$(BIN)/python -m benchmarks
-	@$(BIN)/python -m benchmarks.delta_sizes
 
 lint: $(INSTALLED) ## style, types and the layers
 	$(BIN)/ruff check .
