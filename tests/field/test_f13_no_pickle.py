@@ -136,8 +136,9 @@ def _unpickles(data: bytes) -> bool:
 
 
 def test_no_module_of_the_engine_imports_a_pickler() -> None:
+    """The adapters read and write others' files, never a store of ours; test_importing.py looks at them."""
     folder = Path(training.checkpoint.__file__).parent
-    modules = list(folder.rglob("*.py"))
+    modules = [file for file in folder.rglob("*.py") if file.parent.name != "adapters"]
     assert len(modules) > 10
     for module in modules:
         for node in ast.walk(ast.parse(module.read_text())):

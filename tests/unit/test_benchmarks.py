@@ -22,6 +22,7 @@ from benchmarks.recording import ROWS, Recording, _changes
 from benchmarks.results import METRICS
 from benchmarks.sequences import State, flatten, nested
 
+pytestmark = pytest.mark.xdist_group("benchmarks")  # one process, and so one smoke run
 PROJECT = Path(__file__).parents[2]
 SEQUENCES = {"dense", "finetune", "lora", "embedding"}
 PRESENT = {"retoma", "retoma-int8", "retoma-int4", "torch.save", "safetensors", "dcp.save", "dcp.async_save"}

@@ -240,14 +240,19 @@ def test_the_dcp_example_of_the_readme_brings_the_weights_back(
 
 
 def test_the_numbers_of_the_readme_are_those_that_were_measured() -> None:
-    (page,) = re.findall(r"\((benchmarks/results/[^)]+)\.md\)", text_of(README))
-    jobs = json.loads((ROOT / f"{page}.json").read_text())["jobs"]
-    lines = [line for line in text_of(README).splitlines() if re.search(r"[\d.]+ % to [\d.]+ % \|$", line)]
-    measured = [row for job in jobs.values() for row in job.values()]
-    assert len(lines) == len(measured)
-    for line, row in zip(lines, measured, strict=True):
-        expected = [f"{row[f'{key}_percent']:.1f}" for key in ("base", "delta", "smallest", "largest")]
-        assert re.findall(r"([\d.]+) %", line) == expected
+    rows = json.loads((ROOT / "benchmarks/results/engine.json").read_text())
+    values = {(r["sequence"], r["engine"], r["metric"]): r["value"] for r in rows if r["gap_steps"] == 10}
+    header, *lines = re.findall(
+        r"^\| (?:bytes|[a-z][a-z0-9.,_-]*) \|.*\|$", text_of(README).split("## Numbers")[1], re.MULTILINE
+    )
+    sequences = [cell.strip() for cell in header.split("|")[2:-1]]
+    assert sequences == ["dense", "finetune", "lora", "embedding"]
+    measured = {engine for _, engine, metric in values if metric == "bytes_ratio"}
+    assert {line.split("|")[1].strip() for line in lines} == measured
+    for line in lines:
+        engine, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        expected = [f"{100 * values[name, engine, 'bytes_ratio']:.3g} %" for name in sequences]
+        assert [cell.strip("*") for cell in cells] == expected, engine
 
 
 # A reader that knows only the page about the format, against what was saved.
