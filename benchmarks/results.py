@@ -30,7 +30,8 @@ DEFINITIONS = {
     "restore_compacted_ms": "the same state after it",
     "restore_compacted_over_torch_load": "over a warm `torch.load` of the same state",
     "step_ms": "a step of the training without saves",
-    "longest_save_call_ms": "the longest `save` while it trained, waiting for the save before included",
+    "longest_save_call_ms": "the longest `save` while it trained, waiting for the save before included; "
+    "`gc.freeze()` was called before, as retoma's training process does",
     "floor_ratio": "order-0 entropy of one delta, in parts of the raw state",
     "memcpy_mb_s": "one thread copies between buffers of 256 MB",
 }

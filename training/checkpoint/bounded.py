@@ -42,15 +42,17 @@ class BoundedCodec:
     name: Literal["int8", "int4"]
     relative_bound: float | None = None
 
-    def codec_of(self, key: str) -> str:
-        """Codec of a chunk."""
-        return "int8-blocks" if self.name == "int8" or is_second_moment(key) else "int4-blocks"
+    def codecs_of(self, key: str) -> tuple[str, ...]:
+        """Codecs for a chunk, the smallest first. The next one is taken where the bound cannot be held."""
+        return ("int8-blocks",) if self.name == "int8" or is_second_moment(key) else ("int4-blocks", "int8-blocks")
 
     def bound_of(self, key: str, data: Bytes) -> float | None:
         """Largest allowed error of an element, in the tensor's own units; None if it holds what is not finite."""
         values = data.view(np.float32)
         largest = max(float(values.max()), -float(values.min())) if values.size else 0.0
-        relative = self.relative_bound if self.relative_bound is not None else _RELATIVE_BOUND[self.codec_of(key)]
+        relative = (
+            self.relative_bound if self.relative_bound is not None else _RELATIVE_BOUND[self.codecs_of(key)[0]]
+        )
         return relative * largest if np.isfinite(largest) else None
 
 

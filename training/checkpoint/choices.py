@@ -22,12 +22,22 @@ class Choices:
 
     Attributes:
         sources: of each chunk that is a rounded copy, the chunk that it is a copy of.
-        lossless: chunks that could not hold their bound; they are not tried again.
+        lossless: chunks that could not hold their bound: saves until it is tried again.
     """
 
     sources: dict[str, str] = field(default_factory=dict)
-    lossless: set[str] = field(default_factory=set)
+    lossless: dict[str, int] = field(default_factory=dict)
     _deltas: dict[str, _Known] = field(default_factory=dict)
+
+    def may_be_bounded(self, key: str) -> bool:
+        """Whether to try a bounded delta. After a failure not again for some saves."""
+        left = self.lossless.get(key, 0)
+        self.lossless[key] = max(0, left - 1)
+        return left == 0
+
+    def cannot_be_bounded(self, key: str) -> None:
+        """Remember that a chunk did not hold its bound."""
+        self.lossless[key] = _MOST_SAVES_BETWEEN_SAMPLES
 
     def prefers_delta(self, key: str, measure: Callable[[], bool]) -> bool:
         """The choice between a delta and a full chunk: measured on a sample, then kept for some saves.

@@ -248,35 +248,48 @@ def _bounded(
     """The chunk in bounded frames, or None: it is no float32, little of it changed, or the bound cannot be held."""
     assert encoder.previous is not None  # noqa: S101 - the caller looked
     key = encoder.key
-    if key in choices.lossless or not can_be_bounded(encoder.chunk):
+    if not (can_be_bounded(encoder.chunk) and choices.may_be_bounded(key)):
         return None
     news, (olds, digests) = encoder.chunk.frames(), encoder.previous
     groups = [changed_groups(new, old) for new, old in zip(news, olds, strict=True)]
     if all(is_sparse(found) for found in groups):
         return None  # lossless costs little
-    codec, allowed = bounded.codec_of(key), bounded.bound_of(key, encoder.chunk.data)
-    root = is_second_moment(key)
-
-    def quantise(new: Bytes, old: Bytes) -> tuple[bytes, float, float]:
-        started = time.thread_time()
-        return *encode_bounded(codec, new, old, root), time.thread_time() - started
-
     changed = [number for number, found in enumerate(groups) if found.any()]
-    jobs = (start(executor, partial(quantise, news[i], olds[i])) for i in changed)
-    results = dict(zip(changed, _in_order(jobs), strict=True)) if allowed is not None else {}
-    worst = max((error for _, error, _ in results.values()), default=float("inf"))
-    if allowed is None or worst > allowed:
-        choices.lossless.add(key)
+    allowed = bounded.bound_of(key, encoder.chunk.data)
+    for codec in bounded.codecs_of(key) if allowed is not None else ():
+        results, worst = _quantise(encoder, codec, changed, executor)
+        if allowed is not None and worst <= allowed:
+            break
+    else:
+        choices.cannot_be_bounded(key)
         return None
     frames: list[CodedFrame | CodedChunk] = []
     for number, new in enumerate(news):
         if number not in results:
             frames.append(CodedFrame(number, digests[number], None))
             continue
-        encoded, _, seconds = results[number]
+        encoded, seconds = results[number]
         _replace(new, olds[number], codec, encoded, encoder.chunk.item_bytes)
         frames.append(CodedFrame(number, frame_digest(new), encoded, seconds))
     return [*frames, CodedChunk(key, "delta", codec, bound=worst)]
+
+
+def _quantise(
+    encoder: _ChunkEncoder, codec: str, changed: list[int], executor: Executor
+) -> tuple[dict[int, tuple[bytes, float]], float]:
+    """Frames by number with the CPU seconds they took, and the largest error of any element. Changes nothing."""
+    assert encoder.previous is not None  # noqa: S101 - the caller looked
+    news, olds = encoder.chunk.frames(), encoder.previous[0]
+    root = is_second_moment(encoder.key)
+
+    def work(number: int) -> tuple[bytes, float, float]:
+        started = time.thread_time()
+        encoded, error = encode_bounded(codec, news[number], olds[number], root)
+        return encoded, error, time.thread_time() - started
+
+    coded = list(_in_order(start(executor, partial(work, number)) for number in changed))
+    frames = {number: (encoded, seconds) for number, (encoded, _, seconds) in zip(changed, coded, strict=True)}
+    return frames, max(error for _, error, _ in coded)
 
 
 def _replace(new: Bytes, old: Bytes, codec: str, encoded: bytes, item_bytes: int) -> None:

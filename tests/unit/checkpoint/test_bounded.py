@@ -156,3 +156,17 @@ def test_a_copy_of_a_bounded_master_follows_it_within_a_bound_of_its_own() -> No
         assert torch.equal(restored["copy"], restored["master"].bfloat16())
         error = (restored["copy"].float() - state["copy"].float()).abs().max().item()
         assert error <= (bounds["copy"] or 0.0)
+
+
+def test_a_tensor_that_cannot_hold_its_bound_in_4_bits_is_coded_in_8_and_tried_again_later() -> None:
+    states = [adam_like(step) for step in range(12)]
+    states[4]["exp_avg"] *= 10.0  # so that the next step is large beside what it leads to
+    store, manifests = save_all(states, bounded="int4", deltas_per_base=100)
+    codecs = [{c.key: c.codec for c in m.chunks}.get("exp_avg") for m in manifests]
+    assert {"int4-blocks", "int8-blocks"} <= set(codecs)
+    assert codecs[-1] == "int4-blocks"
+    for manifest, state in zip(manifests[1:], states[1:], strict=True):
+        bound = {c.key: c.bound for c in manifest.chunks}["exp_avg"]
+        error = (restore_checkpoint(store, 1, manifest.sequence)["exp_avg"] - state["exp_avg"]).abs().max().item()
+        assert error <= (bound or 0.0)
+        assert error <= 0.2 * state["exp_avg"].abs().max().item()
