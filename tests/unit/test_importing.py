@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import training.checkpoint
 from tests.support.bits import bits, random_bits
 from training.checkpoint import IncrementalCheckpointer, Position
+from training.checkpoint.adapters.dcp_folder import read_dcp_folder
 from training.checkpoint.adapters.exporting import export_checkpoint
 from training.checkpoint.adapters.importing import import_checkpoint, read_foreign
 from training.checkpoint.history import read_lineage
@@ -394,3 +396,16 @@ def test_only_the_adapters_touch_a_pickle_and_nothing_of_the_engine_needs_them()
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "load"):
                 assert module.name == "plain_load.py", module
                 assert "weights_only=True" in ast.unparse(node), module
+
+
+@pytest.mark.parametrize("owner", [Path, dict, Metadata])
+def test_an_attribute_is_never_looked_up_for_a_dcp_folder(tmp_path: Path, owner: Any) -> None:
+    """Some Pythons pickle a member of an enumeration by getattr: that name alone must open no door."""
+
+    class Asks:
+        def __reduce__(self) -> Any:
+            return getattr, (owner, "mro")
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"x": Asks()}))
+    with pytest.raises(Invalid, match="was not run"):
+        read_dcp_folder(tmp_path)

@@ -56,6 +56,16 @@ def _text(*parts: Any) -> str:
     return "/".join(map(str, parts))
 
 
+def _member(owner: Any, name: Any) -> _Record:
+    """Stands in for `getattr`, by which the first releases of Python 3.11 pickle the member of an enumeration."""
+    if owner is not _Record or not isinstance(name, str):
+        raise Invalid(
+            f"a {METADATA_NAME} can only be read by running builtins.getattr on {owner!r}; it was not run",
+            hint="where you trust the file: load it there, and save it again",
+        )
+    return _Record()
+
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.3
 _ADMITTED: dict[tuple[str, str], Any] = {
@@ -72,6 +82,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Record,
     ("torch.serialization", "_get_layout"): _text,
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     **{("pathlib", name): _text for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")},
