@@ -125,7 +125,8 @@ def seaweed_server(folder: Path) -> S3Server:
         "s3.localSocket": folder / "s3.sock",
     }
     weed = Path(sys.executable).parent / "weed"
-    arguments = [str(weed), "server", *(f"-{name}={value}" for name, value in options.items())]
+    # without a folder for its log it leaves files in /tmp
+    arguments = [str(weed), f"-logdir={folder}", "server", *(f"-{name}={value}" for name, value in options.items())]
     server = S3Server("seaweed", arguments, s3, folder)
     parts = {"master": master_grpc, "volume": volume_grpc, "filer": filer_grpc, "s3": s3_grpc}
     server.leaves = [Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock") for part, port in parts.items()]  # noqa: S108
