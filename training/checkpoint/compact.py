@@ -164,12 +164,12 @@ def compact(
             manifest = _write(store, chain, writer, threads, created)
             _read_back(store, chain, manifest, threads)
         except BaseException:
-            writer.abandon()
+            writer.discard()
             raise
         after = sum(pack.size_bytes for pack in manifest.packs)
         if _put(store, manifest):
             return done(True, f"{len(chain.contents)} checkpoints became one", after)
-        writer.abandon()
+        writer.discard()
         return done(False, "another compactor was first", after)
 
 

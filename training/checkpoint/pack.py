@@ -15,7 +15,7 @@ from training.checkpoint.choices import Choices
 from training.checkpoint.codec import chunk_digest, encoded_checksum, state_digest
 from training.checkpoint.encode import CodedFrame, Reference, code_chunks, start
 from training.checkpoint.manifest import Chunk, Frame, Pack, PackName
-from training.checkpoint.store import Store
+from training.checkpoint.store import NoSpace, Store
 from training.errors import RetomaError
 
 if TYPE_CHECKING:
@@ -81,16 +81,17 @@ class PackWriter:
         while self._uploads:
             self._await_one()
 
-    def abandon(self) -> None:
-        """After a failure: let no upload go on unseen, and free the space of what was written for nothing.
-
-        No manifest names these packs and none ever will: their sequence is used up.
-        """
+    def settle(self) -> None:
+        """After a failure: let no upload go on unseen."""
         for upload in self._uploads:
             with contextlib.suppress(Exception):
                 upload.result()
-        for index in range(len(self.packs)):
-            with contextlib.suppress(RetomaError, OSError):  # what stays is found by the collector
+
+    def discard(self) -> None:
+        """Delete what was written for nothing, as far as the store answers; the collector finds what stays."""
+        self.settle()
+        with contextlib.suppress(RetomaError, OSError):
+            for index in range(len(self.packs)):
                 self.store.delete(self.name.key(index))
 
     def _flush(self) -> None:
@@ -127,8 +128,12 @@ def write_packs(
     """
     try:
         return _write(snapshot, reference, writer, encoders, choices, bounded)
+    except NoSpace:
+        writer.discard()
+        raise
     except BaseException:
-        writer.abandon()
+        # A store that is away would be waited for again, and a pack that is there may be somebody else's.
+        writer.settle()
         raise
 
 

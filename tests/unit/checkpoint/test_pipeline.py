@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 from tests.support.cuts import mnist_config, write_digits
 from tests.support.faults import Gate, RuledStore, fail_on
 from training.checkpoint import IncrementalCheckpointer, MetricPoint
+from training.checkpoint.buffers import SnapshotBuffers
+from training.checkpoint.choices import Choices
 from training.checkpoint.encode import FRAMES_IN_FLIGHT
 from training.checkpoint.history import read_lineage
-from training.checkpoint.manifest import FRAME_BYTES
-from training.checkpoint.pack import PACK_BYTES
+from training.checkpoint.manifest import FRAME_BYTES, PackName
+from training.checkpoint.pack import PACK_BYTES, PackWriter, write_packs
 from training.checkpoint.restore import restore_checkpoint
-from training.checkpoint.store import LocalStore, MemoryStore
-from training.errors import Invalid, Unavailable
+from training.checkpoint.store import LocalStore, MemoryStore, NoSpace
+from training.errors import Corrupt, Invalid, Unavailable
 from training.ports import Message
 from training.session import train_range
 
@@ -103,7 +106,7 @@ class TestFailedSaves:
         with pytest.raises(Unavailable):
             checkpointer.close()
 
-    def test_one_that_fails_half_way_leaves_no_pack_behind(self) -> None:
+    def test_one_that_finds_the_store_full_half_way_leaves_no_pack_behind(self) -> None:
         packs = 3
         large = {"w": torch.randint(0, 2**31, (packs * PACK_BYTES // 4,), dtype=torch.int32)}
         inner = MemoryStore()
@@ -113,15 +116,32 @@ class TestFailedSaves:
             if operation == "put":
                 puts.append(key)
                 if len(puts) == packs:
-                    raise Unavailable("the last pack")
+                    raise NoSpace("the last pack")
 
         checkpointer = IncrementalCheckpointer(RuledStore(inner, fail_on_the_last))
         checkpointer.save(large)
-        with pytest.raises(Unavailable, match="the last pack"):
+        with pytest.raises(NoSpace, match="the last pack"):
             checkpointer.close()
         assert len(puts) == packs
         assert not inner.list("packs/")
         assert not inner.list("manifests/")
+
+    def test_one_that_fails_otherwise_deletes_nothing(self) -> None:
+        """The store is away, or what lies under the key is another writer's."""
+        theirs, inner = state(7), MemoryStore()
+        with IncrementalCheckpointer(inner) as first:
+            first.save(theirs)
+            first.wait()
+            store = RuledStore(inner)
+            for error in (Unavailable("away"), Corrupt("holds other bytes")):
+                writer = PackWriter(store, PackName(1, 0), ThreadPoolExecutor(1))
+                store.rule = fail_on("put", "packs/", error)
+                with pytest.raises(type(error)):
+                    write_packs(
+                        SnapshotBuffers().take(state(8)), None, writer, ThreadPoolExecutor(1), choices=Choices()
+                    )
+        assert not [key for operation, key in store.operations if operation == "delete"]
+        assert torch.equal(restore_checkpoint(inner, 1, 0)["w"], theirs["w"])
 
     def test_training_goes_on_and_the_supervisor_hears_of_it(self, tmp_path: Path) -> None:
         digits = write_digits(tmp_path / "digits")
