@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import warnings
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,7 +26,7 @@ from training.checkpoint.manifest import FRAME_BYTES, Manifest
 RESTORE_THREADS = 2
 
 
-class Engine:
+class Engine(ABC):
     """Saves numbered states into a folder and restores them.
 
     Attributes:
@@ -51,18 +52,18 @@ class Engine:
             return f"{cls.package} is not installed: {error}"
         return None
 
+    @abstractmethod
     def save(self, state: State, number: int) -> None:
         """Returns when the training may go on."""
-        raise NotImplementedError
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027 - nothing to wait for, unless it saves in the background
         """Returns when the last save is stored."""
 
+    @abstractmethod
     def restore(self, number: int) -> State:
         """A saved state."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing to end, unless it has threads
         """No save comes after this."""
 
     def compact(self, number: int) -> bool:

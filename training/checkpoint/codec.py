@@ -101,7 +101,7 @@ def encode_difference(new: Bytes, old: Bytes, item_bytes: int, groups: Mask) -> 
     """
     if not is_sparse(groups):
         return encode_frame(_subtract(new, old, item_bytes), item_bytes)
-    changed_new, changed_old = gather(new, groups), gather(old, groups)
+    changed_new, changed_old = _gather(new, groups), _gather(old, groups)
     bitmap = encode_frame(np.packbits(groups), 1)
     values = encode_frame(_subtract(changed_new, changed_old, item_bytes), item_bytes) if groups.any() else b""
     return b"".join((_SPARSE_MARK, len(bitmap).to_bytes(4, "little"), bitmap, values))
@@ -112,8 +112,8 @@ def is_sparse(groups: Mask) -> bool:
     return bool(np.count_nonzero(groups) < _SPARSE_BELOW * groups.size)
 
 
-def gather(frame: Bytes, groups: Mask) -> Bytes:
-    """The changed groups, one after the other; a short last one is filled up with zeros."""
+def _gather(frame: Bytes, groups: np.ndarray[Any, Any]) -> Bytes:
+    """Some groups, by mask or by number, one after the other; a short last one is filled up with zeros."""
     changed: Bytes = _grouped(frame)[groups]
     return changed.reshape(-1)
 
@@ -194,7 +194,7 @@ def prefers_delta(new: Bytes, old: Bytes, item_bytes: int, groups: Mask) -> bool
     changed = np.flatnonzero(groups)
     first = max(0, changed.size - _SAMPLE_GROUPS) // 2
     chosen = changed[first : first + _SAMPLE_GROUPS]
-    was, now = (_grouped(frame)[chosen].reshape(-1) for frame in (old, new))
+    was, now = _gather(old, chosen), _gather(new, chosen)
     delta = encode_frame(_subtract(now, was, item_bytes), item_bytes)
     return len(delta) < _DELTA_GAIN * len(encode_frame(now, item_bytes))
 
