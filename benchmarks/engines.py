@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from benchmarks.sequences import State, flatten, nested
 from training.checkpoint import IncrementalCheckpointer, restore_checkpoint
-from training.checkpoint.compact import compact
+from training.checkpoint.care.compact import compact
 from training.checkpoint.manifest import FRAME_BYTES, Manifest
 
 RESTORE_THREADS = 2

@@ -18,8 +18,8 @@ from training.checkpoint.adapters.address import checkpoint_name, parse_checkpoi
 from training.errors import Corrupt
 
 if TYPE_CHECKING:
-    from training.checkpoint.compact import Compaction
-    from training.checkpoint.verify import Report
+    from training.checkpoint.care.compact import Compaction
+    from training.checkpoint.care.verify import Report
 
 _THREADS = 4
 _STYLES = {"garbage": "dim", "damaged": "yellow", "head": "bold red"}
@@ -39,7 +39,7 @@ def verify(
     Changes nothing, and may run beside a training.
     """
     opened = open_run(load_settings(), run)
-    from training.checkpoint.verify import verify as look
+    from training.checkpoint.care.verify import verify as look
 
     report = look(opened.store, data=data, threads=_threads())
     if as_json:
@@ -76,8 +76,8 @@ def compact(
     Claims nothing, and may run beside a training.
     """
     opened = open_run(load_settings(), run)
-    from training.checkpoint.compact import compact as shorten
-    from training.checkpoint.compact import compactable
+    from training.checkpoint.care.compact import compact as shorten
+    from training.checkpoint.care.compact import compactable
 
     name = parse_checkpoint(checkpoint) if checkpoint is not None else None
     if name is None:
@@ -99,7 +99,7 @@ def pin(
 ) -> None:
     """Keep a checkpoint, and what it needs, whatever a collection removes."""
     opened = open_run(load_settings(), run)
-    from training.checkpoint.pins import pin as keep
+    from training.checkpoint.care.pins import pin as keep
 
     done = keep(opened.store, *parse_checkpoint(checkpoint), reason=reason, created=_now())
     if as_json:
@@ -111,7 +111,7 @@ def pin(
 def unpin(run: Run, checkpoint: Checkpoint, as_json: Json = False) -> None:
     """Let collections have a pinned checkpoint again."""
     opened = open_run(load_settings(), run)
-    from training.checkpoint.pins import unpin as let_go
+    from training.checkpoint.care.pins import unpin as let_go
 
     token, sequence = parse_checkpoint(checkpoint)
     found = let_go(opened.store, token, sequence)

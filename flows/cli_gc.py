@@ -18,7 +18,7 @@ from training.checkpoint.adapters.address import checkpoint_name
 from training.errors import Invalid, Unavailable
 
 if TYPE_CHECKING:
-    from training.checkpoint.collect import CollectionReport
+    from training.checkpoint.care.collect import CollectionReport
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Name = tuple[int, int]  # token and sequence
@@ -44,7 +44,7 @@ def gc(
     settings = load_settings()
     opened = open_run(settings, run)
     aliases = _registered(settings, opened, registry)
-    from training.checkpoint.collect import collect
+    from training.checkpoint.care.collect import collect
 
     report = collect(
         opened.store,

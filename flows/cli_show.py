@@ -52,9 +52,9 @@ def runs(as_json: Json = False) -> None:
 
 def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = False) -> None:
     """Show a run's chain of checkpoints, how each was decided on, and its attempts."""
+    from training.checkpoint.care.pins import pinned
     from training.checkpoint.chain import rebased_checkpoints  # the codec takes a while to load
     from training.checkpoint.collected import read_collected
-    from training.checkpoint.pins import pinned
 
     opened = open_run(load_settings(), run)
     store, lineage = opened.store, opened.lineage()

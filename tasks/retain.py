@@ -11,8 +11,8 @@ from infra.mlflow_models import CHECKPOINT
 from infra.mlflow_registry import MlflowRegistry
 from infra.settings import Settings
 from tasks.runs import run_names, summarise
-from training.checkpoint.collect import GRACE_SECONDS, KEEP_BASES, collect
-from training.checkpoint.compact import MAX_LINKS, compact, compactable
+from training.checkpoint.care.collect import GRACE_SECONDS, KEEP_BASES, collect
+from training.checkpoint.care.compact import MAX_LINKS, compact, compactable
 from training.checkpoint.store import Store, open_store
 from training.config import Frozen
 from training.errors import Invalid, RetomaError

@@ -79,7 +79,7 @@ def _train(write: Callable[[bytes], Any]) -> None:
 
 
 def _check(question: dict[str, Any]) -> dict[str, Any]:
-    from training.checkpoint.tree import flatten
+    from training.checkpoint.state.tree import flatten
     from training.trainer import Trainer
 
     trainer = Trainer(parse_config(question["config"]), _folder(question))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from training.cadence import Cadence, Failures
-from training.checkpoint.bounded import BoundedCodec
 from training.checkpoint.checkpointer import IncrementalCheckpointer
+from training.checkpoint.coding.bounded import BoundedCodec
 from training.checkpoint.manifest import Committed, Manifest, Position, Ref, manifest_key
 from training.checkpoint.restore import RestoredState
 from training.checkpoint.store import Store, open_store

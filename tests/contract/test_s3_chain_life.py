@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.chains import Chains, names
 from tests.support.s3_servers import BUCKET, RawBucket
-from training.checkpoint.collect import collect
-from training.checkpoint.compact import compact
-from training.checkpoint.pins import pin
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.compact import compact
+from training.checkpoint.care.pins import pin
+from training.checkpoint.care.verify import verify
 from training.checkpoint.store import open_store
-from training.checkpoint.verify import verify
 
 pytest_plugins = ["tests.support.s3_fixtures"]
 pytestmark = pytest.mark.xdist_group("s3")

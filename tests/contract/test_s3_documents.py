@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.s3_servers import BUCKET, S3Server
+from training.checkpoint.care.pins import pin_key
 from training.checkpoint.collected import collected_key
 from training.checkpoint.manifest import PackName, manifest_key, pack_key, rebased_key
-from training.checkpoint.pins import pin_key
 from training.checkpoint.token import MARKER_KEY, claim_key, seal_key
 
 pytest_plugins = ["tests.support.s3_fixtures"]

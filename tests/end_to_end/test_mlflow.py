@@ -25,8 +25,8 @@ from tasks.publish import Publisher, publish
 from tasks.reconcile import Reconciler
 from tasks.register import register_final
 from tests.support.stores import DATA, RunBuilder, interrupted_run
+from training.checkpoint.care.collect import collect
 from training.checkpoint.checkpointer import IncrementalCheckpointer
-from training.checkpoint.collect import collect
 from training.checkpoint.manifest import Position, manifest_key
 from training.checkpoint.store import LocalStore
 from training.checkpoint.token import Skipped

@@ -7,7 +7,7 @@ import pytest
 from tests.support.bits import bits
 from tests.support.chains import RUN, Chains, state_of
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.collect import collect
+from training.checkpoint.care.collect import collect
 from training.checkpoint.restore import restore_checkpoint, restore_newest
 from training.checkpoint.store.faulty import Fault, FaultyStore
 from training.errors import Unavailable

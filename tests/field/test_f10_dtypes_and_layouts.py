@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tests.support.bits import bits, random_bits, tensor_bytes
 from tests.support.faults import run_script
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.dtypes import DTYPES
 from training.checkpoint.restore import restore_checkpoint
+from training.checkpoint.state.dtypes import DTYPES
 from training.checkpoint.store import MemoryStore
 from training.errors import Invalid
 

@@ -8,11 +8,11 @@ from tests.support.bits import bits
 from tests.support.chains import RUN, Chains, state_of
 from tests.support.faults import Gate, RuledStore
 from training.checkpoint import IncrementalCheckpointer, Position
-from training.checkpoint.collect import collect
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.verify import verify
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import manifest_key
 from training.checkpoint.restore import restore_newest
-from training.checkpoint.verify import verify
 from training.errors import Fenced
 
 

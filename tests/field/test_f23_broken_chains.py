@@ -9,13 +9,13 @@ from tests.support.bits import bits
 from tests.support.chains import RUN, Chains, state_of
 from tests.support.faults import RuledStore
 from training.checkpoint import IncrementalCheckpointer, Position
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.compact import compact, compactable
+from training.checkpoint.care.verify import verify
 from training.checkpoint.chain import read_chain
-from training.checkpoint.collect import collect
-from training.checkpoint.compact import compact, compactable
 from training.checkpoint.manifest import pack_key
 from training.checkpoint.restore import restore_newest
 from training.checkpoint.store import MemoryStore
-from training.checkpoint.verify import verify
 
 
 def test_a_base_that_was_deleted_is_found_by_verify_before_a_restore_needs_it() -> None:

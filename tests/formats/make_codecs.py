@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from training.checkpoint import IncrementalCheckpointer, Position
-from training.checkpoint.compact import compact
+from training.checkpoint.care.compact import compact
 from training.checkpoint.store import LocalStore
 
 BOUNDED: list[Literal["int8", "int4"] | None] = [None, "int8", "int4"]  # of each attempt

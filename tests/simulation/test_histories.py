@@ -15,13 +15,14 @@ import pytest
 
 from tests.support.histories import Odds, World
 from tests.support.turns import without_threads
-from training.checkpoint import checkpointer, history, retention, survey
-from training.checkpoint import collect as collecting
-from training.checkpoint import sweep as sweeping
+from training.checkpoint import checkpointer, history
+from training.checkpoint.care import collect as collecting
+from training.checkpoint.care import retention, survey
+from training.checkpoint.care import sweep as sweeping
+from training.checkpoint.care.sweep import Sweep
 from training.checkpoint.collected import Collected, read_collected
 from training.checkpoint.manifest import Manifest, Ref, encode_manifest
 from training.checkpoint.store import Store
-from training.checkpoint.sweep import Sweep
 from training.checkpoint.token import check_not_fenced
 
 HISTORIES = 10_000

@@ -21,17 +21,17 @@ import torch
 from tests.support.bits import bits
 from tests.support.turns import Actor, Turns
 from training.checkpoint import IncrementalCheckpointer, Position, Ref
-from training.checkpoint.collect import collect
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.compact import compact
+from training.checkpoint.care.pins import pin, pinned
+from training.checkpoint.care.verify import verify
 from training.checkpoint.collected import Name, read_collected
-from training.checkpoint.compact import compact
 from training.checkpoint.history import candidates
-from training.checkpoint.pins import pin, pinned
 from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint, restore_newest
 from training.checkpoint.store import Aged, Buffer, MemoryStore, Store
 from training.checkpoint.store.faulty import Fault, FaultyStore
 from training.checkpoint.store.wrapper import Request, StoreWrapper
 from training.checkpoint.token import read_seal, token_numbers
-from training.checkpoint.verify import verify
 from training.errors import Corrupt, Fenced, RetomaError, Unavailable
 
 RUN = "r"

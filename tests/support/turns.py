@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from training.checkpoint import buffers, checkpointer, compact, frames, reader, restore, states
+from training.checkpoint import checkpointer, frames, reader, restore
+from training.checkpoint.care import compact, states
+from training.checkpoint.state import buffers
 
 T = TypeVar("T")
 _STAYS = 0.6  # of the chance that an actor does its next operation, too

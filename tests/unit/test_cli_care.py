@@ -14,7 +14,7 @@ from tests.support.bits import bits
 from tests.unit.test_cli import ROOT, run_command
 from tests.unit.test_cli_files import a_state
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.pins import pinned
+from training.checkpoint.care.pins import pinned
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import LocalStore, open_store
 from training.checkpoint.token import claim, token_numbers

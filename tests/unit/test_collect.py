@@ -9,16 +9,16 @@ import pytest
 
 from tests.support.chains import NEVER, Chains, names
 from tests.support.faults import RuledStore
-from training.checkpoint.collect import CollectionReport, collect
+from training.checkpoint.care.collect import CollectionReport, collect
+from training.checkpoint.care.compact import compact
+from training.checkpoint.care.retention import choose
+from training.checkpoint.care.verify import verify
 from training.checkpoint.collected import collected_key, read_collected
-from training.checkpoint.compact import compact
 from training.checkpoint.history import candidates, read_committed, read_lineage
 from training.checkpoint.manifest import manifest_key, pack_key
 from training.checkpoint.restore import restore_newest
-from training.checkpoint.retention import choose
 from training.checkpoint.store import LocalStore, MemoryStore, Store, Unfinished
 from training.checkpoint.token import Seal, claim, seal, seal_key
-from training.checkpoint.verify import verify
 from training.errors import Corrupt, Invalid, Unavailable
 
 Name = tuple[int, int]

@@ -14,8 +14,8 @@ from tests.support.bits import bits
 from tests.support.faults import RuledStore, fail_on, run_script
 from training.checkpoint import IncrementalCheckpointer, Position
 from training.checkpoint import pack as packs
+from training.checkpoint.care.compact import compact, compactable
 from training.checkpoint.chain import plan_chunks, read_chain
-from training.checkpoint.compact import compact, compactable
 from training.checkpoint.frames import read_frames
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import CAST, rebased_key
@@ -214,7 +214,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path, monkeypatch: pytest
     script = """
 import resource, sys
 from training.checkpoint import frames, pack
-from training.checkpoint.compact import compact
+from training.checkpoint.care.compact import compact
 from training.checkpoint.store import open_store
 pack.PACK_BYTES = 8 * 1024 * 1024
 frames.PIECE_BYTES = 1024 * 1024

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.chains import Chains
 from tests.support.faults import RuledStore
-from training.checkpoint.collect import collect
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.pins import pin, pinned, read_pin, unpin
 from training.checkpoint.manifest import manifest_key, pack_key
-from training.checkpoint.pins import pin, pinned, read_pin, unpin
 from training.errors import Corrupt
 
 

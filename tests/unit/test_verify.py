@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.chains import Chains, names
 from tests.support.faults import RuledStore, run_script
-from training.checkpoint.collect import collect
-from training.checkpoint.compact import compact
+from training.checkpoint.care.collect import collect
+from training.checkpoint.care.compact import compact
+from training.checkpoint.care.pins import pin, pin_key
+from training.checkpoint.care.verify import Report, verify
 from training.checkpoint.manifest import manifest_key, pack_key, rebased_key
-from training.checkpoint.pins import pin, pin_key
 from training.checkpoint.store import MemoryStore
 from training.checkpoint.token import seal_key
-from training.checkpoint.verify import Report, verify
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def test_copies_in_half_precision_are_held_against_their_source_at_every_checkpo
 import torch
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.store import MemoryStore
-from training.checkpoint.verify import verify
-from training.checkpoint import states
+from training.checkpoint.care.verify import verify
+from training.checkpoint.care import states
 store = MemoryStore()
 with IncrementalCheckpointer(store, deltas_per_base=100) as checkpointer:
     weight = torch.randn(2_500_000)
@@ -217,6 +217,6 @@ def test_an_empty_store_is_whole() -> None:
 
 def test_verify_needs_no_torch() -> None:
     run_script(
-        "import sys, training.checkpoint.verify, training.checkpoint.collect, training.checkpoint.compact,"
-        " training.checkpoint.pins; assert 'torch' not in sys.modules"
+        "import sys; from training.checkpoint.care import collect, compact, pins, verify;"
+        " assert 'torch' not in sys.modules"
     )

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from training.checkpoint.codec import chunk_digest, state_digest
+from training.checkpoint.coding.codec import chunk_digest, state_digest
 from training.checkpoint.history import read_committed, read_parent
 from training.checkpoint.manifest import (
     CAST,

@@ -20,21 +20,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from training.checkpoint.bounded import BoundedCodec
-from training.checkpoint.buffers import BufferPair
-from training.checkpoint.choices import Choices
-from training.checkpoint.codec import release_gil
+from training.checkpoint.coding.bounded import BoundedCodec
+from training.checkpoint.coding.choices import Choices
+from training.checkpoint.coding.codec import release_gil
+from training.checkpoint.coding.encode import Reference
 from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
 from training.checkpoint.draft import Draft
-from training.checkpoint.encode import Reference
 from training.checkpoint.manifest import Committed, Health, MetricPoint, PackName, Position
 from training.checkpoint.pack import PackWriter, write_packs
 from training.checkpoint.policy import ChainPolicy
 from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint
+from training.checkpoint.state.buffers import BufferPair
+from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
-from training.checkpoint.tree import flatten
 from training.errors import Fenced, Invalid, RetomaError, Unavailable
 
 DEFAULT_RUN = "default"

@@ -11,10 +11,10 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from training.checkpoint.buffers import SnapshotBuffers
 from training.checkpoint.manifest import Committed, Costs, Decision, Health, Manifest, MetricPoint, Position, Writer
 from training.checkpoint.pack import Written
-from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.state.buffers import SnapshotBuffers
+from training.checkpoint.state.snapshot import Snapshot
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from training.checkpoint.cast import cast_frame, round_to_bf16
 from training.checkpoint.chain import ChunkPlan
-from training.checkpoint.chunks import Bytes, ChunkData
-from training.checkpoint.codec import apply_frame, frame_digest, release_gil
+from training.checkpoint.coding.cast import cast_frame, round_to_bf16
+from training.checkpoint.coding.chunks import Bytes, ChunkData
+from training.checkpoint.coding.codec import apply_frame, frame_digest, release_gil
 from training.checkpoint.manifest import FRAME_BYTES
 from training.checkpoint.reader import PIECE_BYTES, PackReader
 from training.checkpoint.store import Store

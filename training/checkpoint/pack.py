@@ -10,16 +10,16 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from training.checkpoint.bounded import BoundedCodec
-from training.checkpoint.choices import Choices
-from training.checkpoint.codec import chunk_digest, encoded_checksum, state_digest
-from training.checkpoint.encode import CodedFrame, Reference, code_chunks, start
+from training.checkpoint.coding.bounded import BoundedCodec
+from training.checkpoint.coding.choices import Choices
+from training.checkpoint.coding.codec import chunk_digest, encoded_checksum, state_digest
+from training.checkpoint.coding.encode import CodedFrame, Reference, code_chunks, start
 from training.checkpoint.manifest import Chunk, Frame, Pack, PackName
 from training.checkpoint.store import NoSpace, Store
 from training.errors import RetomaError
 
 if TYPE_CHECKING:
-    from training.checkpoint.snapshot import Snapshot  # imports torch; commands write packs without it
+    from training.checkpoint.state.snapshot import Snapshot  # imports torch; commands write packs without it
 
 PACK_BYTES = 32 * 1024 * 1024  # so that the first pack of a large save is on its way while the rest is coded
 _UPLOADS = 2  # packs on their way: bounds memory at three packs, with the open one

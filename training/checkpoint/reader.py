@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from training.checkpoint.chain import Source
-from training.checkpoint.codec import encoded_checksum
+from training.checkpoint.coding.codec import encoded_checksum
 from training.checkpoint.store import Store
 from training.errors import Corrupt
 

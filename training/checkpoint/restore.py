@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.checkpoint.chain import Chain, check_packs, plan_chunks, read_chain
-from training.checkpoint.encode import Reference
+from training.checkpoint.coding.encode import Reference
 from training.checkpoint.frames import read_chunks
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import Committed, Manifest, Position, manifest_key
 from training.checkpoint.policy import Cost
-from training.checkpoint.snapshot import rebuild
+from training.checkpoint.state.snapshot import rebuild
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped, check_not_fenced
 from training.errors import Corrupt

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.bounded import BoundedCodec, apply_bounded, encode_bounded
+from training.checkpoint.coding.bounded import BoundedCodec, apply_bounded, encode_bounded
 from training.checkpoint.manifest import BOUNDED, Manifest
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import MemoryStore

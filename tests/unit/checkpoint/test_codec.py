@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.checkpoint.codec import (
+from training.checkpoint.coding.codec import (
     GROUP_BYTES,
     apply_frame,
     changed_groups,

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.bits import bits
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.choices import Choices
+from training.checkpoint.coding.choices import Choices
 from training.checkpoint.manifest import CAST, Manifest
 from training.checkpoint.restore import find_newest, restore_checkpoint
 from training.checkpoint.store import MemoryStore

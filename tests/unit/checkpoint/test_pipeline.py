@@ -12,13 +12,13 @@ import torch
 from tests.support.cuts import mnist_config, write_digits
 from tests.support.faults import Gate, RuledStore, fail_on
 from training.checkpoint import IncrementalCheckpointer, MetricPoint
-from training.checkpoint.buffers import SnapshotBuffers
-from training.checkpoint.choices import Choices
-from training.checkpoint.encode import FRAMES_IN_FLIGHT
+from training.checkpoint.coding.choices import Choices
+from training.checkpoint.coding.encode import FRAMES_IN_FLIGHT
 from training.checkpoint.history import read_lineage
 from training.checkpoint.manifest import FRAME_BYTES, PackName
 from training.checkpoint.pack import PACK_BYTES, PackWriter, write_packs
 from training.checkpoint.restore import restore_checkpoint
+from training.checkpoint.state.buffers import SnapshotBuffers
 from training.checkpoint.store import LocalStore, MemoryStore, NoSpace
 from training.errors import Corrupt, Invalid, Unavailable
 from training.ports import Message

@@ -17,7 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from training.checkpoint.tree import flatten, unflatten
+from training.checkpoint.state.tree import flatten, unflatten
 from training.errors import Corrupt, Invalid, RetomaError
 
 FORM = 1

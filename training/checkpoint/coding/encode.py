@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from training.checkpoint.bounded import BoundedCodec, can_be_bounded, encode_bounded, is_second_moment
-from training.checkpoint.cast import cast_frame, find_source, largest_error
-from training.checkpoint.choices import Choices, OneChoice
-from training.checkpoint.chunks import Bytes, ChunkData
-from training.checkpoint.codec import (
+from training.checkpoint.coding.bounded import BoundedCodec, can_be_bounded, encode_bounded, is_second_moment
+from training.checkpoint.coding.cast import cast_frame, find_source, largest_error
+from training.checkpoint.coding.choices import Choices, OneChoice
+from training.checkpoint.coding.chunks import Bytes, ChunkData
+from training.checkpoint.coding.codec import (
     apply_frame,
     changed_groups,
     encode_difference,

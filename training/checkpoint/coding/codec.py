@@ -18,7 +18,7 @@ import blosc2
 import numpy as np
 import xxhash
 
-from training.checkpoint.chunks import Bytes
+from training.checkpoint.coding.chunks import Bytes
 from training.checkpoint.manifest import BALANCED, BOUNDED, CODEC
 from training.errors import Corrupt
 
@@ -133,7 +133,7 @@ def apply_frame(codec: str, delta: bool, encoded: bytes | memoryview, out: Bytes
     elif codec == BALANCED and delta:
         _apply_difference(encoded, out, item_bytes)
     elif codec in BOUNDED and delta:
-        from training.checkpoint.bounded import apply_bounded
+        from training.checkpoint.coding.bounded import apply_bounded
 
         apply_bounded(codec, encoded, out)
     else:

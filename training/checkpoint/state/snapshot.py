@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.checkpoint.chunks import ChunkData
-from training.checkpoint.dtypes import dtype_of
+from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.manifest import Layout, Tensor
-from training.checkpoint.tree import unflatten
+from training.checkpoint.state.dtypes import dtype_of
+from training.checkpoint.state.tree import unflatten
 from training.errors import Corrupt
 
 

@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from training.checkpoint.care.pins import pinned
+from training.checkpoint.care.retention import choose
+from training.checkpoint.care.survey import Listed, Survey, survey
+from training.checkpoint.care.sweep import Sweep, sweep
 from training.checkpoint.chain import read_rebased
 from training.checkpoint.collected import Collected, Name, put_collected
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import Committed, manifest_key, rebased_key
-from training.checkpoint.pins import pinned
-from training.checkpoint.retention import choose
 from training.checkpoint.store import NotFound, Store, Unfinished
-from training.checkpoint.survey import Listed, Survey, survey
-from training.checkpoint.sweep import Sweep, sweep
 from training.checkpoint.token import Skipped, claim_key, run_of
 from training.errors import Corrupt, Unavailable
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from training.checkpoint.chunks import Bytes, ChunkData
+from training.checkpoint.coding.chunks import Bytes, ChunkData
 from training.checkpoint.manifest import FRAME_BYTES
 
 _SAMPLES = 64

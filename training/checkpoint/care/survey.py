@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from training.checkpoint.care.pins import pinned
 from training.checkpoint.chain import read_rebased
 from training.checkpoint.collected import Collected, Name, read_collected
 from training.checkpoint.history import read_committed
 from training.checkpoint.manifest import Committed, Manifest, manifest_key, rebased_key
-from training.checkpoint.pins import pinned
 from training.checkpoint.store import Aged, Store
 from training.checkpoint.token import Skipped, token_numbers
 from training.errors import Corrupt

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from training.checkpoint.chunks import ChunkData
-from training.checkpoint.dtypes import dtype_name
+from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.manifest import Layout, Tensor, layout_digest
-from training.checkpoint.snapshot import Snapshot, view_of
-from training.checkpoint.tree import Flat, flatten
+from training.checkpoint.state.dtypes import dtype_name
+from training.checkpoint.state.snapshot import Snapshot, view_of
+from training.checkpoint.state.tree import Flat, flatten
 from training.errors import Invalid
 
 SMALL_BYTES = 16 * 1024

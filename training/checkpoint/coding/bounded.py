@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from training.checkpoint.chunks import Bytes, ChunkData
-from training.checkpoint.codec import decode_frame, encode_frame, scratch
+from training.checkpoint.coding.chunks import Bytes, ChunkData
+from training.checkpoint.coding.codec import decode_frame, encode_frame, scratch
 from training.checkpoint.manifest import BOUNDED
 from training.errors import Corrupt
 

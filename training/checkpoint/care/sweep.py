@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from training.checkpoint.care.survey import Listed, Survey
 from training.checkpoint.collected import Name
 from training.checkpoint.manifest import Manifest
 from training.checkpoint.store import Aged
-from training.checkpoint.survey import Listed, Survey
 
 
 @dataclass

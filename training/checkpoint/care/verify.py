@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from training.checkpoint.care.pins import pin_key, read_pin
+from training.checkpoint.care.states import Faults, NodeKey, check_data, check_digests, nodes_of
+from training.checkpoint.care.survey import Fault, Survey, survey
+from training.checkpoint.care.sweep import Sweep, sweep
 from training.checkpoint.collected import Name
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import Committed, manifest_key, rebased_key
-from training.checkpoint.pins import pin_key, read_pin
-from training.checkpoint.states import Faults, NodeKey, check_data, check_digests, nodes_of
 from training.checkpoint.store import Store, Unfinished
-from training.checkpoint.survey import Fault, Survey, survey
-from training.checkpoint.sweep import Sweep, sweep
 from training.checkpoint.token import Skipped, claim_key, read_claim, read_seal, run_of, seal_key
 from training.errors import Corrupt
 

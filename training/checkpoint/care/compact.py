@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from training.checkpoint.chain import Chain, ChunkPlan, check_packs, plan_chunks, read_chain, rebased_checkpoints
-from training.checkpoint.codec import encode_frame
+from training.checkpoint.coding.codec import encode_frame
 from training.checkpoint.frames import map_frames, read_frames
 from training.checkpoint.history import candidates
 from training.checkpoint.manifest import (

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.checkpoint.cast import round_to_bf16
+from training.checkpoint.care.survey import Fault, Survey
 from training.checkpoint.chain import Source
-from training.checkpoint.chunks import Bytes
-from training.checkpoint.codec import apply_frame, chunk_digest, frame_digest, release_gil, state_digest
+from training.checkpoint.coding.cast import round_to_bf16
+from training.checkpoint.coding.chunks import Bytes
+from training.checkpoint.coding.codec import apply_frame, chunk_digest, frame_digest, release_gil, state_digest
 from training.checkpoint.collected import Name
 from training.checkpoint.manifest import CAST, FRAME_BYTES, Chunk, Committed, Frame, Layout, Manifest, layout_digest
 from training.checkpoint.reader import PackReader
-from training.checkpoint.survey import Fault, Survey
 from training.errors import Corrupt
 
 _PIECES_BYTES = 64 * 1024 * 1024

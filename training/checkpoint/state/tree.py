@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from training.checkpoint.dtypes import check_tensor
+from training.checkpoint.state.dtypes import check_tensor
 from training.errors import Invalid
 
 _DICTS = (dict, OrderedDict, defaultdict)

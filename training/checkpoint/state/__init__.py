@@ -1,0 +1,1 @@
+"""A state of a training as bytes: taken apart, copied, and put together again."""
