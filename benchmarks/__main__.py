@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from benchmarks.engines import ENGINES, INSTALLED
 from benchmarks.limits import floor_ratio, memcpy_mb_s
-from benchmarks.measure import measure, slowdowns
+from benchmarks.live import slowdowns, stalls
+from benchmarks.measure import measure
 from benchmarks.recording import Recording, record
 from benchmarks.report import write
 from benchmarks.results import Results
@@ -31,6 +32,7 @@ SAVES = {1: 9, 10: 10, 100: 5}  # by gap; 10 at gap 10 for the peak of ten saves
 SMOKE_SAVES = {10: 3}
 FULL_SAVES = 2  # of an engine that writes everything each time, at gaps other than 10
 MAIN_GAP = 10
+STALL_SAVES = 8
 RESULTS = Path(__file__).parent / "results"
 CHART = Path(__file__).parents[1] / "docs/images/engine.svg"
 T = TypeVar("T")
@@ -81,6 +83,11 @@ def run(smoke: bool, names: list[str], only: list[str] | None, scratch: Path) ->
                 found = _alone(measure, name, recording, scratch / "store", count, 1 if smoke else 3)
                 results.add(recording.sequence, recording.gap_steps, name, found)
         shutil.rmtree(recording.folder)
+    for sequence in chosen:
+        for name in (name for name in names if name not in results.absent):
+            found = _alone(stalls, name, sequence, smoke, corpus, scratch / "store", 2 if smoke else STALL_SAVES)
+            for gap in saves:
+                results.add(sequence, gap, name, found)
     if "dense" in chosen:
         present = [name for name in names if name not in results.absent]
         every = _alone(slowdowns, present, smoke, corpus, scratch / "store", 3 if smoke else 15)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from benchmarks.sequences import State, flatten, nested
+from benchmarks.sequences import State, Training, flatten, nested
 from training.checkpoint import IncrementalCheckpointer, restore_checkpoint
 from training.checkpoint.care.compact import compact
 from training.checkpoint.manifest import FRAME_BYTES, Manifest
@@ -33,12 +33,14 @@ class Engine(ABC):
         package: what has to be installed.
         deltas: whether a save may be smaller than the state.
         exact: whether a restore gives back every bit.
+        overlaps: whether a copy may go on beside the training, once `watch` was called.
     """
 
     name: ClassVar[str]
     package: ClassVar[str] = "torch"
     deltas: ClassVar[bool] = False
     exact: ClassVar[bool] = True
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,6 +53,9 @@ class Engine(ABC):
         except ImportError as error:
             return f"{cls.package} is not installed: {error}"
         return None
+
+    def watch(self, training: Training) -> None:  # noqa: B027 - most copy everything at once
+        """Told whose steps change the state."""
 
     @abstractmethod
     def save(self, state: State, number: int) -> None:
@@ -87,6 +92,7 @@ class Retoma(Engine):
     name = "retoma"
     package = "training"
     deltas = True
+    overlaps = True
     bounded: ClassVar[str | None] = None
 
     def __init__(self, folder: Path) -> None:
@@ -108,6 +114,9 @@ class Retoma(Engine):
         if cls.bounded and "bounded" not in inspect.signature(IncrementalCheckpointer).parameters:
             return "the checkpointer has no bounded codec"
         return None
+
+    def watch(self, training: Training) -> None:
+        self._checkpointer.overlap(training.model, *training.optimizers)
 
     def save(self, state: State, number: int) -> None:
         del number

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +14,9 @@ import xxhash
 
 from benchmarks.engines import ENGINES, Engine
 from benchmarks.recording import Recording
-from benchmarks.sequences import State, Training, nested, sequence_named
+from benchmarks.sequences import State, nested
 
 CHAIN = 8  # deltas behind the base, in the state that is restored
-SAVE_EVERY = 5  # steps, while the slowdown is measured
 ENOUGH_SECONDS = 4.0  # of restoring; what is that slow is known well enough
 MB = 1e6
 Metrics = dict[str, float]
@@ -27,9 +24,8 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Save:
-    """One save. `stall`: the training was blocked; `wall`: until stored; `cpu`: of the whole process."""
+    """One save. `wall`: until stored; `cpu`: of the whole process."""
 
-    stall_seconds: float
     wall_seconds: float
     cpu_seconds: float
     encode_seconds: float
@@ -57,7 +53,7 @@ def measure(name: str, recording: Recording, scratch: Path, saves: int, repeats:
         if number:
             recording.advance(live, number)
             if not engine.deltas:
-                _forget(scratch, number - 1, keep=restored)
+                forget(scratch, number - 1, keep=restored)
         done.append(_save(engine, live, number, scratch, resident_bytes))
         if number == restored:
             expected = digests(live)
@@ -66,7 +62,6 @@ def measure(name: str, recording: Recording, scratch: Path, saves: int, repeats:
     found = {
         "bytes_ratio": statistics.fmean(save.written_bytes for save in deltas) / raw_bytes,
         "base_ratio": done[0].written_bytes / raw_bytes,
-        "stall_ms": 1000 * statistics.median(save.stall_seconds for save in later),
         "save_ms": 1000 * statistics.median(save.wall_seconds for save in later),
         "save_cpu_mb_s": raw_bytes / MB / statistics.median(save.cpu_seconds for save in later),
         "encode_mb_s": raw_bytes / MB / statistics.median(save.encode_seconds for save in deltas),
@@ -93,11 +88,9 @@ def _save(engine: Engine, live: State, number: int, scratch: Path, resident_byte
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     started, cpu_started = time.perf_counter(), time.process_time()
     engine.save(live, number)
-    stall = time.perf_counter() - started
     engine.wait()
     wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
     return Save(
-        stall_seconds=stall,
         wall_seconds=wall,
         cpu_seconds=cpu,
         encode_seconds=engine.encode_seconds() or cpu,
@@ -133,53 +126,6 @@ def _restores(
     }
 
 
-def slowdowns(names: Iterable[str], smoke: bool, corpus: Path, scratch: Path, steps: int) -> dict[str, Metrics]:
-    """Seconds of the dense training with a save after every fifth step, over those without; blocks by turns.
-
-    Everything counts: copies, waiting for the save before, and the end of the last one.
-    """
-    sequence = sequence_named("dense", smoke)
-    training = sequence.build(corpus)
-    for _ in range(steps):
-        training.step()
-    gc.freeze()  # as the training process does: a full collection stalls any of them for 160 ms
-    found: dict[str, Metrics] = {}
-    for name in names:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        engine = ENGINES[name](scratch)
-        for number in range(2):  # a base, and the buffers
-            engine.save(sequence.state(training), number)
-            engine.wait()
-        plain, saving, calls = 0.0, 0.0, []
-        for part in range(2):
-            plain += _steps(training, steps)
-            started = time.perf_counter()
-            for step in range(steps):
-                training.step()
-                if step % SAVE_EVERY == 0:
-                    before = time.perf_counter()
-                    engine.save(sequence.state(training), 2 + part * steps + step)
-                    calls.append(time.perf_counter() - before)
-            engine.wait()
-            saving += time.perf_counter() - started
-        engine.close()
-        found[name] = {
-            "slowdown": saving / plain,
-            "step_ms": 1000 * plain / (2 * steps),
-            "longest_save_call_ms": 1000 * max(calls),
-        }
-    shutil.rmtree(scratch)
-    return found
-
-
-def _steps(training: Training, steps: int) -> float:
-    started = time.perf_counter()
-    for _ in range(steps):
-        training.step()
-    return time.perf_counter() - started
-
-
 def digests(state: State) -> dict[str, str]:
     """Of each tensor's bytes, by path."""
     return {
@@ -193,7 +139,7 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _forget(folder: Path, number: int, keep: int) -> None:
+def forget(folder: Path, number: int, keep: int = -1) -> None:
     """Full savers keep one old state and the newest: the disk's cache is not what is measured."""
     for path in folder.iterdir():
         if path.stem == str(number) and number != keep:

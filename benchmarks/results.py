@@ -13,7 +13,9 @@ Key = tuple[str, int, str]  # sequence, gap in steps, engine
 
 DEFINITIONS = {
     "bytes_ratio": "bytes a delta save writes, in parts of the raw state; mean over the deltas",
-    "stall_ms": "the training thread is blocked by `save`; median of all saves but the first, each alone",
+    "stall_ms": "the running training stands still, in `save` and before an optimizer's step; a save after each "
+    "step, each alone, two before them; median. It does not depend on the gap and stands with each",
+    "stall_without_overlap_ms": "the same of an engine that was not told whose steps change the state",
     "encode_mb_s": "raw state a second of encoding on one thread. retoma counts it itself "
     "(`manifest.costs.encode_seconds`); for the others it is the CPU time of the whole save",
     "decode_mb_s": "bytes decoded a second of the CPU time of a restore, reading and checking included",
@@ -30,7 +32,8 @@ DEFINITIONS = {
     "restore_compacted_ms": "the same state after it",
     "restore_compacted_over_torch_load": "over a warm `torch.load` of the same state",
     "step_ms": "a step of the training without saves",
-    "longest_save_call_ms": "the longest `save` while it trained, waiting for the save before included; "
+    "longest_stall_ms": "the longest `save`, or wait before a step, while it trained; waiting for the save before "
+    "included; "
     "`gc.freeze()` was called before, as retoma's training process does",
     "floor_ratio": "order-0 entropy of one delta, in parts of the raw state",
     "memcpy_mb_s": "one thread copies between buffers of 256 MB",

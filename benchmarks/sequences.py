@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch uses
+from torch.optim import Optimizer
 
 from training.checkpoint.manifest import Position
 from training.config import JobConfig, load_config
@@ -36,6 +37,14 @@ class Training(Protocol):
 
     def step(self) -> None:
         """One optimizer step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """That train it."""
 
     def state(self) -> State:
         """The live tensors, by path: `optimizer/state/token.weight/exp_avg`. Nothing is copied."""
@@ -74,6 +83,7 @@ class JobTraining:
         self.trainer = Trainer(config, corpus)
         for options in self.trainer.optimizer.param_groups:
             options.update(group)
+        self.model, self.optimizers = self.trainer.model, (self.trainer.optimizer,)
         self._position = Position()
         self._batches = self.trainer.batches(self._position)
 
@@ -101,6 +111,8 @@ class HashedContexts:
         nn.init.normal_(self.table.weight, std=0.05)
         self._sparse = torch.optim.SparseAdam(list(self.table.parameters()), lr=1e-3)
         self._dense = torch.optim.AdamW(self.head.parameters(), lr=1e-3)
+        self.model = nn.ModuleList([self.table, self.head])
+        self.optimizers = self._sparse, self._dense
 
     def step(self) -> None:
         ends = torch.randint(8, len(self._text), (self._batch,))

@@ -42,6 +42,10 @@ class CheckpointConfig(Frozen):
     )
     bound: float | None = Field(None, gt=0, description="of an element, relative to the largest of its tensor")
     on_busy: Literal["wait", "skip"] = Field("wait", description="when the save before is still in flight")
+    overlap_copy: bool = Field(
+        False,
+        description="copy beside the next pass; parameters may change in the optimizer's step only",
+    )
     max_failed_saves: int = Field(3, ge=0, description="in a row, with the store away; one more ends the attempt")
     encode_threads: int = Field(1, ge=1, le=64, description="threads that compress beside the training")
     upload_threads: int = Field(2, ge=1, le=64, description="packs that are written at once")

@@ -82,6 +82,8 @@ def train_range(
                 steps_per_epoch=trainer.schedule.steps_per_epoch,
             )
         )
+        if config.checkpoint.overlap_copy:
+            checkpointer.overlap(trainer.model, trainer.optimizer)
         last = config.epochs if stop is None else min(stop, config.epochs)
         cadence = _cadence(config, checkpointer, time.perf_counter() - started)
         position, metrics = train_epochs(trainer, checkpointer, position, last, report, should_stop, cadence)

@@ -33,7 +33,8 @@ def straight(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 def small(name: str, loader_workers: int = 0, every_steps: int = 1) -> JobConfig:
     build = {"mnist": mnist_config, "gpt": gpt_config}[name]
-    return build(loader_workers=loader_workers, checkpoint={"every_steps": every_steps, "deltas_per_base": 3})
+    checkpoint = {"every_steps": every_steps, "deltas_per_base": 3, "overlap_copy": name == "mnist"}
+    return build(loader_workers=loader_workers, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])

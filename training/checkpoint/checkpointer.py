@@ -20,6 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from torch import nn
+from torch.optim import Optimizer
+
 from training.checkpoint.coding.bounded import BoundedCodec
 from training.checkpoint.coding.choices import Choices
 from training.checkpoint.coding.codec import release_gil
@@ -32,6 +35,7 @@ from training.checkpoint.pack import PackWriter, write_packs
 from training.checkpoint.policy import ChainPolicy
 from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint
 from training.checkpoint.state.buffers import BufferPair
+from training.checkpoint.state.overlap import Overlap
 from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
@@ -115,6 +119,7 @@ class IncrementalCheckpointer:
         self._policy = ChainPolicy(deltas_per_base, restore_seconds)
         self._choices = Choices()
         self._buffers = BufferPair()
+        self._overlap = Overlap(self._let_step)
         self._pending: tuple[Draft, futures.Future[Committed]] | None = None
         self._metrics: list[MetricPoint] = []  # of saves that failed or were skipped: they go with the next one
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
@@ -148,6 +153,18 @@ class IncrementalCheckpointer:
         than the others. Call it when the optimizer has taken its first step; later calls do nothing.
         """
         self._buffers.prepare(state)
+
+    def overlap(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        """Let the copy of a save go on beside the next forward and backward pass.
+
+        From now on `save` copies at once only what may change before the next optimizer step: buffers, random
+        states, counters. The rest is copied in the background, and `step` of these optimizers waits for it.
+
+        This is a promise of the caller: until then, nothing but `step` writes to the parameters of `model` or to
+        the state of `optimizers`. A write that breaks it fails the save by name; one through `.data` is not seen.
+        `wait()` returns when everything is copied and stored.
+        """
+        self._overlap.add(model, optimizers)
 
     def save(
         self,
@@ -192,10 +209,11 @@ class IncrementalCheckpointer:
         plain_meta = plain_json(dict(meta or {}), "meta")
         plain_interval = plain_json(dict(interval or {}), "interval")
         started = time.perf_counter()
-        snapshot, buffers = self._buffers.take(state)
+        snapshot, copying, buffers = self._buffers.take(state, self._overlap.promised())
         stall_seconds = time.perf_counter() - started
         draft = Draft(
             snapshot=snapshot,
+            copying=copying,
             buffers=buffers,
             position=position or Position(),
             stall_seconds=stall_seconds,
@@ -287,6 +305,12 @@ class IncrementalCheckpointer:
         for executor in (self._saver, self._encoders, self._uploaders):
             executor.shutdown()
         self._buffers.close()
+        self._overlap.close()
+
+    def _let_step(self, optimizer: Optimizer, gradients_stay: bool) -> None:
+        """Before a step of an optimizer of `overlap`: the step harms no copy when this returns."""
+        if self._pending is not None:
+            self._pending[0].copying.let_step(optimizer, gradients_stay=gradients_stay)
 
     def _open(self) -> RestoredState | None:
         """Claim, then look, restore, and seal what was really restored."""
@@ -314,6 +338,7 @@ class IncrementalCheckpointer:
     def _write(self, draft: Draft) -> Committed:
         """In the background: packs, then the commit. Only then does the snapshot become the reference."""
         try:
+            draft.copying.finish()
             committed = self._commit(draft)
         except BaseException:
             self._buffers.give_back(draft.buffers)

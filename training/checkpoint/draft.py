@@ -14,6 +14,7 @@ from typing import Any
 from training.checkpoint.manifest import Committed, Costs, Decision, Health, Manifest, MetricPoint, Position, Writer
 from training.checkpoint.pack import Written
 from training.checkpoint.state.buffers import SnapshotBuffers
+from training.checkpoint.state.copying import Copyings
 from training.checkpoint.state.snapshot import Snapshot
 
 
@@ -22,6 +23,7 @@ class Draft:
     """A snapshot with everything that its manifest will say and that is known before it is encoded."""
 
     snapshot: Snapshot
+    copying: Copyings  # until it is finished, the snapshot is not whole
     buffers: SnapshotBuffers  # hold the snapshot
     position: Position
     stall_seconds: float
@@ -72,7 +74,7 @@ class Draft:
             costs=Costs(
                 state_bytes=snapshot.size_bytes,
                 written_bytes=written.size_bytes,
-                stall_seconds=self.stall_seconds,
+                stall_seconds=self.stall_seconds + self.copying.waited_seconds,
                 encode_seconds=written.encode_seconds,
                 upload_seconds=written.upload_seconds,
                 save_seconds=time.perf_counter() - self.started,

@@ -136,10 +136,10 @@ class TestFailedSaves:
             for error in (Unavailable("away"), Corrupt("holds other bytes")):
                 writer = PackWriter(store, PackName(1, 0), ThreadPoolExecutor(1))
                 store.rule = fail_on("put", "packs/", error)
+                executor = ThreadPoolExecutor(1)
+                snapshot, _ = SnapshotBuffers().take(state(8), {}, executor)
                 with pytest.raises(type(error)):
-                    write_packs(
-                        SnapshotBuffers().take(state(8)), None, writer, ThreadPoolExecutor(1), choices=Choices()
-                    )
+                    write_packs(snapshot, None, writer, executor, choices=Choices())
         assert not [key for operation, key in store.operations if operation == "delete"]
         assert torch.equal(restore_checkpoint(inner, 1, 0)["w"], theirs["w"])
 

@@ -6,7 +6,6 @@ hundred step counters cost one chunk. Buffers are reused from save to save.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,17 +16,14 @@ import torch
 
 from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.manifest import Layout, Tensor, layout_digest
+from training.checkpoint.state.copying import COPY_THREADS, Copying, Copyings, Part
 from training.checkpoint.state.dtypes import dtype_name
+from training.checkpoint.state.overlap import SMALL_BYTES, Promised
 from training.checkpoint.state.snapshot import Snapshot, view_of
 from training.checkpoint.state.tree import Flat, flatten
 from training.errors import Invalid
 
-SMALL_BYTES = 16 * 1024
 _MANY = 4  # tensors of one name, to have a slab of their own
-_AS_BYTES = {torch.bool}
-_COPY_THREADS = max(1, min(4, os.cpu_count() or 1))  # one core does not use up the bandwidth of the memory
-_WORTH_A_THREAD = 8 * 1024 * 1024
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -39,22 +35,35 @@ class SnapshotBuffers:
     _template: Snapshot | None = None
     _views: list[torch.Tensor] = field(default_factory=list)
 
-    def take(self, state: Mapping[str, Any], copiers: ThreadPoolExecutor | None = None) -> Snapshot:
-        """Copy `state`. When this returns, the caller may change every tensor.
+    def take(
+        self, state: Mapping[str, Any], promised: Mapping[int, Promised], copiers: ThreadPoolExecutor
+    ) -> tuple[Snapshot, Copyings]:
+        """Copy `state`. When this returns, the caller may change every tensor that is not promised.
 
         Args:
             state: what to copy.
-            copiers: threads to copy with, beside this one.
+            promised: tensors, by address, that may be copied later.
+            copiers: threads to copy the rest with, beside this one.
+
+        Returns:
+            The snapshot, whole when the copying is finished.
 
         Raises:
             Invalid: a leaf cannot be saved; named.
         """
         flat = self.lay_out(state)
         assert self._template is not None  # noqa: S101 - laid out just above
-        _copy(self._views, flat.tensors, copiers)
-        return Snapshot(
-            self._template.layout, self._template.layout_digest, flat.values, dict(self._template.chunks)
-        )
+        now, later = [], []
+        for view, tensor, address, key in zip(self._views, flat.tensors, flat.addresses, flat.keys, strict=True):
+            promise = promised.get(address)
+            if promise is None or not _alike(promise.tensor, tensor):
+                now.append(Part(key, view, tensor))
+            else:
+                later.append(Part(key, view, tensor, promise, promise.tensor._version))
+        rest = Copyings(later)
+        Copying(now).share(copiers)
+        chunks = dict(self._template.chunks)
+        return Snapshot(self._template.layout, self._template.layout_digest, flat.values, chunks), rest
 
     def lay_out(self, state: Mapping[str, Any]) -> Flat:
         """Make buffers for the structure of a state, unless they are there. Returns the state in pieces."""
@@ -127,7 +136,7 @@ class BufferPair:
     """
 
     def __init__(self) -> None:
-        self._copiers = ThreadPoolExecutor(_COPY_THREADS, "retoma-copy")
+        self._copiers = ThreadPoolExecutor(COPY_THREADS, "retoma-copy")
         self._spare: SnapshotBuffers | None = None
         self._held: SnapshotBuffers | None = None
         self._touched: Future[None] | None = None
@@ -139,14 +148,16 @@ class BufferPair:
             self._spare.lay_out(state)
             self._touched = self._copiers.submit(self._spare.touch)
 
-    def take(self, state: Mapping[str, Any]) -> tuple[Snapshot, SnapshotBuffers]:
+    def take(
+        self, state: Mapping[str, Any], promised: Mapping[int, Promised]
+    ) -> tuple[Snapshot, Copyings, SnapshotBuffers]:
         """Copy a state into the free set. See `SnapshotBuffers.take`."""
         if self._touched is not None:
             self._touched.result()
             self._touched = None
         buffers, self._spare = self._spare or SnapshotBuffers(), None
         try:
-            return buffers.take(state, self._copiers), buffers
+            return *buffers.take(state, promised, self._copiers), buffers
         except BaseException:
             self._spare = buffers
             raise
@@ -175,45 +186,8 @@ def _roles(flat: Flat) -> dict[str, str]:
     return {key: f"/{name}" for key, name in names.items() if counts[name] >= _MANY and "." not in name}
 
 
-def _copy(views: list[torch.Tensor], tensors: list[torch.Tensor], copiers: ThreadPoolExecutor | None) -> None:
-    on_gpu = any(tensor.is_cuda for tensor in tensors)
-    pairs = [
-        # as bytes, since a copy of bools turns every true one into 1
-        (view.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dtype in _AS_BYTES else (view, tensor)
-        for view, tensor in zip(views, tensors, strict=True)
-    ]
-    size_bytes = sum(view.nbytes for view, _ in pairs)
-    if on_gpu or copiers is None or size_bytes < 2 * _WORTH_A_THREAD:
-        _copy_all(pairs, on_gpu)
-    else:
-        first, *others = _shares(pairs, min(_COPY_THREADS, size_bytes // _WORTH_A_THREAD))
-        running = [copiers.submit(_copy_all, share, False) for share in others]
-        _copy_all(first, False)
-        for copy in running:
-            copy.result()
-    if on_gpu:
-        torch.cuda.synchronize()  # until here the optimizer could still overtake the copy
-
-
-def _copy_all(pairs: list[Pair], on_gpu: bool) -> None:
-    if pairs:
-        targets, sources = (list(side) for side in zip(*pairs, strict=True))
-        with torch.no_grad():  # one call for all: a thousand small copies are mostly Python otherwise
-            torch._foreach_copy_(targets, sources, non_blocking=on_gpu)  # resolves conj and neg views
-
-
-def _shares(pairs: list[Pair], count: int) -> list[list[Pair]]:
-    """About equal work for each thread; a tensor that is too large for one is cut along its first dimension."""
-    most = sum(view.nbytes for view, _ in pairs) // count + 1
-    shares: list[list[Pair]] = [[]]
-    room = most
-    for view, tensor in pairs:
-        while view.nbytes > room and view.dim() and len(shares) < count:
-            rows = room * view.shape[0] // view.nbytes
-            shares[-1].append((view[:rows], tensor[:rows]))
-            view, tensor = view[rows:], tensor[rows:]  # noqa: PLW2901 - the rest of it
-            shares.append([])
-            room = most
-        shares[-1].append((view, tensor))
-        room -= view.nbytes
-    return shares
+def _alike(promised: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a leaf at the same address is the promised tensor, not more of that memory or another view of it."""
+    return (
+        promised.shape == tensor.shape and promised.stride() == tensor.stride() and promised.dtype == tensor.dtype
+    )

@@ -38,12 +38,14 @@ class Flat:
         tree: JSON structure with references into the two lists.
         keys: a unique path for each tensor, stable from save to save.
         tensors: the distinct tensors; tied ones appear once.
+        addresses: of their first elements; 0 for one that is empty.
         values: the scalars as typed JSON.
     """
 
     tree: Any = None
     keys: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     _seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -123,6 +125,7 @@ def _tensor(tensor: torch.Tensor, path: str, flat: Flat) -> int:
     flat._seen[identity] = len(flat.tensors)
     flat.keys.append(path.removeprefix("/"))
     flat.tensors.append(tensor)
+    flat.addresses.append(address)
     return len(flat.tensors) - 1
 
 
