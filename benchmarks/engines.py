@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import time
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -21,7 +22,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from benchmarks.sequences import State, Training, flatten, nested
 from training.checkpoint import IncrementalCheckpointer, restore_checkpoint
 from training.checkpoint.care.compact import compact
+from training.checkpoint.chain import ChunkPlan, plan_chunks, read_chain
+from training.checkpoint.coding.codec import apply_frame, frame_digest
 from training.checkpoint.manifest import FRAME_BYTES, Manifest
+from training.checkpoint.reader import PackReader
 
 RESTORE_THREADS = 2
 
@@ -78,6 +82,11 @@ class Engine(ABC):
 
     def encode_seconds(self) -> float | None:
         """Of the last save, on one thread, as the engine itself counts them; None: it does not."""
+        return None
+
+    def decode_seconds(self, number: int) -> float | None:
+        """Of a restore without reading, on one thread; None: cannot be told apart."""
+        del number
         return None
 
     def decoded_states(self, number: int) -> float:
@@ -141,15 +150,29 @@ class Retoma(Engine):
         return self.manifests[-1].costs.encode_seconds
 
     def decoded_states(self, number: int) -> float:
-        start = max(i for i in range(number + 1) if self.manifests[i].kind == "base")
-        chain = self.manifests[start : number + 1]
-        sizes = (
-            min(FRAME_BYTES, chunk.size_bytes - frame.number * FRAME_BYTES)
-            for manifest in chain
-            for chunk in manifest.chunks
-            for frame in chunk.frames
+        decoded = sum(
+            plan.frame_bytes(i) * len(s) for plan in self._plans(number) for i, s in enumerate(plan.sources)
         )
-        return sum(sizes) / self.manifests[number].costs.state_bytes
+        return decoded / self.manifests[number].costs.state_bytes
+
+    def decode_seconds(self, number: int) -> float:
+        plans = self._plans(number)
+        sources = [source for plan in plans for frame in plan.sources for source in reversed(frame)]
+        with PackReader(self._checkpointer.store, sources) as reader:
+            encoded = {source: bytes(reader.take(source)) for source in dict.fromkeys(sources)}
+        out = np.empty(FRAME_BYTES, np.uint8)
+        started = time.perf_counter()
+        for plan in plans:
+            for frame, links in enumerate(plan.sources):
+                view = out[: plan.frame_bytes(frame)]
+                for source in reversed(links):
+                    apply_frame(source.codec, source.delta, encoded[source], view, plan.item_bytes)
+                assert frame_digest(view) == links[0].frame.digest
+        return time.perf_counter() - started
+
+    def _plans(self, number: int) -> list[ChunkPlan]:
+        manifest = self.manifests[number]
+        return list(plan_chunks(read_chain(self._checkpointer.store, manifest.token, manifest.sequence)).values())
 
 
 class RetomaInt8(Retoma):

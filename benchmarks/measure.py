@@ -69,6 +69,9 @@ def measure(name: str, recording: Recording, scratch: Path, saves: int, repeats:
         "state_mb": raw_bytes / MB,
     }
     engine.wait()
+    if decode_seconds := engine.decode_seconds(restored):
+        decoded_bytes = engine.decoded_states(restored) * raw_bytes
+        found["decode_alone_mb_s"] = decoded_bytes / MB / decode_seconds
     plain = scratch.with_suffix(".pt")
     found.update(_restores(engine, restored, expected, plain, raw_bytes, repeats))
     started = time.perf_counter()

@@ -140,6 +140,7 @@ _COST_COLUMNS = {
     "encode MB/s": "encode_mb_s",
     "save MB/s of CPU": "save_cpu_mb_s",
     "decode MB/s of CPU": "decode_mb_s",
+    "decode alone MB/s": "decode_alone_mb_s",
     "restore": "restore_ms",
     "x torch.load": "restore_over_torch_load",
     "compacted, x torch.load": "restore_compacted_over_torch_load",

@@ -19,6 +19,7 @@ DEFINITIONS = {
     "encode_mb_s": "raw state a second of encoding on one thread. retoma counts it itself "
     "(`manifest.costs.encode_seconds`); for the others it is the CPU time of the whole save",
     "decode_mb_s": "bytes decoded a second of the CPU time of a restore, reading and checking included",
+    "decode_alone_mb_s": "the same without reading: encoded frames in memory, one thread, digests compared",
     "restore_ms": "the state after a base and 8 deltas (4 at gap 100), warm cache, two threads; median of 3",
     "peak_mb": "resident memory above the live state at its highest, ten saves",
     "slowdown": "time of the dense training with a save after every fifth step, over the time without",
