@@ -54,8 +54,40 @@ class CheckpointConfig(Frozen):
 class SupervisorConfig(Frozen):
     """How the supervisor of a range treats its training process."""
 
-    silence_seconds: float = Field(120.0, gt=0, description="no progress for this long: the process is killed")
+    silence_seconds: float = Field(
+        5.0, gt=0, description="no progress for this long, or for 4 of the longest steps: the process is killed"
+    )
+    start_seconds: float = Field(
+        120.0, gt=0, description="building the job, and then restoring, may each take this"
+    )
+    first_step_seconds: float = Field(
+        300.0, gt=0, description="a first step, which compiles and warms up, may take"
+    )
+    evaluation_seconds: float = Field(600.0, gt=0, description="an evaluation may take")
+    save_seconds: float = Field(
+        600.0, gt=0, description="training may wait for the copy of a save and the one before"
+    )
+    lease_seconds: float = Field(
+        60.0, gt=0, description="with neither store nor orchestrator for this long: give up"
+    )
+    grace_seconds: float = Field(20.0, ge=0, description="from the wish that it leaves to SIGKILL")
     restarts_in_place: int = Field(1, ge=0, description="restarts on this node before the orchestrator's retry")
+    same_step_failures: int = Field(3, ge=1, description="tries that end at the same step, then give up")
+
+
+class HealthConfig(Frozen):
+    """What is not healthy, and what to do about it. Weights and losses that are not finite never are."""
+
+    spike_factor: float | None = Field(
+        None, gt=1, description="a loss above so many medians; default: no such rule"
+    )
+    spike_window_steps: int = Field(100, ge=2, description="steps before, whose median it is")
+    spike_patience_steps: int = Field(10, ge=1, description="steps in a row that it takes")
+    on_divergence: Literal["stop", "rollback"] = Field(
+        "stop", description="rollback: go on from before the trouble"
+    )
+    rollbacks: int = Field(2, ge=1, description="of a run; one more stops it")
+    skip_steps: int = Field(0, ge=0, description="steps whose data is left out after a rollback, within the epoch")
 
 
 class InitFrom(Frozen):
@@ -87,6 +119,7 @@ class JobConfig(Frozen):
     params: dict[str, Any] = Field(default_factory=dict, description="the job's own parameters")
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    health: HealthConfig = HealthConfig()
     attempts_per_range: int = Field(5, ge=1, description="tries in a row without a new checkpoint, then give up")
     init_from: InitFrom | None = Field(None, description="start from the weights of this checkpoint")
 

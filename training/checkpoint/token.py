@@ -42,6 +42,16 @@ class Skipped(Part):
     reason: str
 
 
+class Rollback(Part):
+    """Why an attempt started from an older checkpoint than the newest intact one: the later ones are not healthy."""
+
+    token: int = Field(ge=1)  # and sequence: of the incident, see `quarantine`
+    sequence: int = Field(ge=0)
+    since_step: int = Field(ge=0)  # the first step that is not healthy
+    reason: str = ""
+    skip_steps: int = Field(0, ge=0)  # steps whose data is left out, from the restored checkpoint on
+
+
 class Seal(Document):
     """`tokens/000003.seal.json`: what the attempt really started from."""
 
@@ -49,6 +59,7 @@ class Seal(Document):
     token: int
     head: Ref | None = None
     skipped: tuple[Skipped, ...] = ()
+    rollback: Rollback | None = None
     created: str = ""
 
 
