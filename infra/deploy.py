@@ -1,16 +1,18 @@
-"""Puts the deployments of `infra/prefect.yaml` onto the Prefect server, pools first."""
+"""Puts the deployments of `infra/prefect.yaml` and our automations onto the Prefect server, pools first."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
+from infra.automations import PREFIX, wanted
 from infra.servers import POOLS, ask
 from infra.settings import Settings
 from training.config import Frozen
@@ -21,24 +23,29 @@ DEPLOY_TIMEOUT_SECONDS = 120
 
 
 class Deployed(Frozen):
-    """What was deployed last, kept in the state folder."""
+    """What was put there last, kept in the state folder."""
 
     digest: str
     ids: tuple[str, ...]
 
 
 def deploy(settings: Settings, *, force: bool = False) -> bool:
-    """Create or update all deployments. Returns False when nothing had to be done.
+    """Create or update all deployments and automations. Returns False when nothing had to be done.
 
     A schedule that was switched on in the Prefect site stays on until the file or a flow's source changes,
-    or `force` is given.
+    or `force` is given. An automation that was switched off there stays off.
 
     Raises:
         Unavailable: the server does not answer.
         Invalid: the file or a flow is wrong; the message has Prefect's own.
     """
-    digest = _digest(settings)
-    if not force and _is_deployed(settings, digest):
+    flows = _deploy_flows(settings, force=force)
+    return _deploy_automations(settings, force=force) or flows
+
+
+def _deploy_flows(settings: Settings, *, force: bool) -> bool:
+    digest, record = _digest(settings), settings.state_dir / "deployed.json"
+    if not force and _is_current(settings, record, digest, _deployment_ids):
         return False
     ensure_pools(settings)
     arguments = ("--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE))
@@ -48,8 +55,22 @@ def deploy(settings: Settings, *, force: bool = False) -> bool:
             f"`prefect {' '.join(arguments)}` failed:\n{_last_lines(done)}",
             hint="correct the flow or infra/prefect.yaml, then `retoma deploy`",
         )
-    if settings.prefect_api_url is None:
-        _record(settings).write_text(Deployed(digest=digest, ids=_ids(settings)).model_dump_json())
+    _remember(settings, record, digest, _deployment_ids)
+    return True
+
+
+def _deploy_automations(settings: Settings, *, force: bool) -> bool:
+    text = json.dumps(wanted(settings))
+    digest = hashlib.sha256(f"{settings.prefect_url()} {text}".encode()).hexdigest()
+    record = settings.state_dir / "automations.json"
+    if not force and _is_current(settings, record, digest, _automation_ids):
+        return False
+    done = _python(settings, ("-m", "infra.automations"), text)
+    if done.returncode:
+        raise Unavailable(
+            f"the automations could not be written:\n{_last_lines(done)}", hint="try `retoma deploy` again"
+        )
+    _remember(settings, record, digest, _automation_ids)
     return True
 
 
@@ -84,17 +105,22 @@ def _digest(settings: Settings) -> str:
     return hasher.hexdigest()
 
 
-def _is_deployed(settings: Settings, digest: str) -> bool:
+def _is_current(settings: Settings, record: Path, digest: str, ids: Callable[[Settings], tuple[str, ...]]) -> bool:
     if settings.prefect_api_url is not None:
         return False  # another machine may have deployed something else there
     try:
-        last = Deployed.model_validate_json(_record(settings).read_text())
+        last = Deployed.model_validate_json(record.read_text())
     except (FileNotFoundError, ValidationError):
         return False
-    return last == Deployed(digest=digest, ids=_ids(settings))
+    return last == Deployed(digest=digest, ids=ids(settings))
 
 
-def _ids(settings: Settings) -> tuple[str, ...]:
+def _remember(settings: Settings, record: Path, digest: str, ids: Callable[[Settings], tuple[str, ...]]) -> None:
+    if settings.prefect_api_url is None:
+        record.write_text(Deployed(digest=digest, ids=ids(settings)).model_dump_json())
+
+
+def _deployment_ids(settings: Settings) -> tuple[str, ...]:
     """Ids of the deployments on the server that are ours by entrypoint, name and pool."""
     ours = {
         (entry["entrypoint"], entry["name"], entry["work_pool"]["name"])
@@ -110,16 +136,27 @@ def _ids(settings: Settings) -> tuple[str, ...]:
     )
 
 
+def _automation_ids(settings: Settings) -> tuple[str, ...]:
+    """Ids and last changes of our automations on the server: one that was changed there by hand is put right."""
+    there = ask(_port(settings), "POST", "/api/automations/filter", {})
+    return tuple(sorted(f"{found['id']} {found['updated']}" for found in there if found["name"].startswith(PREFIX)))
+
+
 def _prefect(settings: Settings, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return _python(settings, ("-m", "prefect", *arguments))
+
+
+def _python(settings: Settings, arguments: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """A process of its own: Prefect reads its environment when it is imported, and takes a second for that."""
     environment = settings.environment()
     # would be written into the deployments, and holds for this machine only
     del environment["RETOMA_HOME"]
     try:
         return subprocess.run(
-            [sys.executable, "-m", "prefect", *arguments],
+            [sys.executable, *arguments],
             env=environment,
             cwd=settings.home,
-            stdin=subprocess.DEVNULL,
+            input=text,
             capture_output=True,
             text=True,
             timeout=DEPLOY_TIMEOUT_SECONDS,
@@ -136,10 +173,6 @@ def _port(settings: Settings) -> int:
     if ports is None:
         raise Unavailable(f"no local stack in {settings.state_dir}", hint="start one with `retoma up`")
     return ports.prefect
-
-
-def _record(settings: Settings) -> Path:
-    return settings.state_dir / "deployed.json"
 
 
 def _last_lines(done: subprocess.CompletedProcess[str], count: int = 20) -> str:

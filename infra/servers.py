@@ -138,7 +138,7 @@ def _worker(settings: Settings, ports: StackPorts, pool: str, limit: int) -> Com
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             # after a server outage runs in flight can't be cancelled any more: kill them instead
             "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "true",
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(settings.heartbeat_seconds),
             "PYTHONUNBUFFERED": "1",
         },
         cwd=settings.home,

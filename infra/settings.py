@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from infra.beat import SEND_SECONDS
 from training.config import Frozen
 from training.errors import Invalid, Unavailable
 
 PREFIX = "RETOMA_"
 LOOPBACK = "127.0.0.1"
 CHECKPOINT_SCHEMES = ("file", "s3", "memory")
+BEATS_PER_WINDOW = 3  # one that is lost or late is no verdict
+HEARTBEATS_PER_WINDOW = 2.5
 _PASSWORD = re.compile(r"//[^/@\s]*@")
 
 # Each tool has its own switch, and MLflow obeys DO_NOT_TRACK only when it is spelt `true`.
@@ -79,11 +82,28 @@ class Settings(BaseSettings):
     start_timeout_seconds: float = Field(120.0, gt=0, description="a local server must be ready by then")
     stop_grace_seconds: float = Field(8.0, ge=0, description="from SIGTERM to SIGKILL in `retoma down`")
     mlflow_timeout_seconds: int = Field(10, ge=1, description="one request to MLflow; retried once")
+    server_restart_seconds: float = Field(
+        10.0, ge=0, description="without a Prefect server for so long, nobody is declared dead"
+    )
+    progress_within_seconds: float = Field(
+        15.0, ge=10, description="a range without progress for so long is cancelled and tried again"
+    )
+    heartbeat_seconds: int = Field(30, ge=30, description="between two of Prefect's own heartbeats of a flow run")
+    heartbeat_within_seconds: float = Field(
+        75.0, ge=10, description="a flow run without Prefect's own heartbeat for so long is given up"
+    )
+    pending_within_seconds: float = Field(
+        60.0, ge=10, description="a flow run must start so soon after a worker has taken it"
+    )
+    parent_generations: int = Field(20, ge=0, description="how often a crashed `train` is started again by itself")
+    preemption_notice_file: Path | None = Field(
+        None, description="when this file appears, the machine is about to go: save and leave"
+    )
 
-    @field_validator("home", "state_dir")
+    @field_validator("home", "state_dir", "preemption_notice_file")
     @classmethod
-    def _absolute(cls, path: Path) -> Path:
-        return path.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path.expanduser().absolute() if path else None
 
     @field_validator("checkpoints_url")
     @classmethod
@@ -112,6 +132,26 @@ class Settings(BaseSettings):
         if url and "@" in urlsplit(url).netloc:
             raise ValueError("credentials come from AWS's provider chain, never from a URL")
         return url
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Settings:
+        """A window that is shorter than what is usual would declare healthy runs dead, again and again."""
+        least = {
+            f"{BEATS_PER_WINDOW} beats": ("progress_within_seconds", BEATS_PER_WINDOW * SEND_SECONDS),
+            "server_restart_seconds and a beat": (
+                "progress_within_seconds",
+                self.server_restart_seconds + SEND_SECONDS,
+            ),
+            f"{HEARTBEATS_PER_WINDOW:g} times heartbeat_seconds": (
+                "heartbeat_within_seconds",
+                HEARTBEATS_PER_WINDOW * self.heartbeat_seconds,
+            ),
+            "server_restart_seconds": ("pending_within_seconds", self.server_restart_seconds),
+        }
+        for what, (name, seconds) in least.items():
+            if getattr(self, name) < seconds:
+                raise ValueError(f"{PREFIX}{name.upper()} must be at least {what}, {seconds:g} s")
+        return self
 
     @property
     def stack_file(self) -> Path:
@@ -163,6 +203,8 @@ class Settings(BaseSettings):
             # the default waits 246 s for a server that is away
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": str(self.mlflow_timeout_seconds),
+            "RETOMA_PARENT_GENERATIONS": str(self.parent_generations),
+            **({"RETOMA_PREEMPTION_NOTICE_FILE": str(notice)} if (notice := self.preemption_notice_file) else {}),
             **self.s3_variables(),
         }
 
@@ -255,5 +297,7 @@ def _refuse_unknown(environ: Mapping[str, str]) -> None:
 
 
 def _explain(problem: Any) -> str:
+    if not problem["loc"]:  # of several fields together: the message names them
+        return str(problem["msg"]).removeprefix("Value error, ")
     name = PREFIX + "_".join(str(part) for part in problem["loc"]).upper()
     return f"{name}: {problem['msg']}, got {_PASSWORD.sub('//***@', repr(problem['input']))}"
