@@ -1,14 +1,22 @@
-"""A training process must not outlive its supervisor: whatever survives is fenced, but it also holds a GPU."""
+"""A training process must not outlive its supervisor: whatever survives is fenced, but it also holds a GPU.
+
+Nothing here needs the goodwill of the code that is guarded: the kernel, a thread that reads a pipe, and a timer
+and a signal handler in C, which work while other code holds the interpreter's lock.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
 
 _PR_SET_PDEATHSIG = 1
+STOP_WORD = b"stop"
+# The supervisor asks for stacks, kills and reports; the timer here is for when there is nobody to do that.
+TIMER_MARGIN_SECONDS = 3.0
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -24,8 +32,10 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(128 + signal.SIGKILL)  # it died before the kernel was asked
 
 
-def exit_at_end_of(lifeline: int) -> None:
+def watch_lifeline(lifeline: int) -> None:
     """End this process as soon as the other side of a pipe closes, whatever else it is doing.
+
+    The word `stop` on the pipe is a SIGTERM that no shell in between can swallow.
 
     Args:
         lifeline: file descriptor of the reading end. Read without a buffer: a buffer's lock, held by a thread
@@ -33,8 +43,33 @@ def exit_at_end_of(lifeline: int) -> None:
     """
 
     def watch() -> None:
-        while os.read(lifeline, 4096):
-            pass
+        while data := os.read(lifeline, 4096):
+            if STOP_WORD in data:
+                os.kill(os.getpid(), signal.SIGTERM)
         os._exit(128 + signal.SIGKILL)
 
     threading.Thread(target=watch, name="retoma-lifeline", daemon=True).start()
+
+
+class HangTimer:
+    """Ends this process with its stacks in the log when it makes no progress and nobody else ends it.
+
+    It counts while the process is stopped: one that was frozen for longer ends as soon as it wakes.
+    Stacks are written on SIGUSR2, too, which is how a supervisor asks for them.
+    """
+
+    def __init__(self) -> None:
+        self._file = _log_that_never_blocks()
+        faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
+
+    def wind(self, seconds: float) -> None:
+        """Count anew: the next sign of progress comes within so many seconds, by the supervisor's count."""
+        faulthandler.dump_traceback_later(seconds + TIMER_MARGIN_SECONDS, exit=True, file=self._file)
+
+
+def _log_that_never_blocks() -> int:
+    """Where stacks go. With the reader of the log frozen and its pipe full, a write would keep us alive."""
+    try:
+        return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # no Linux, or a socket
+        return 2

@@ -39,12 +39,24 @@ class Restored(Frozen):
 
 
 class Beat(Frozen):
-    """Progress: sent after an optimizer step at a bounded rate, never by a timer."""
+    """Progress: sent after an optimizer step at a bounded rate, or at the end of a pause; never by a timer."""
 
     kind: Literal["beat"] = "beat"
     position: Position
     loss: float | None
     samples_per_second: float
+    step_seconds: float = 0.0  # the longest of the recent steps; 0: none is known yet
+
+
+class Pause(Frozen):
+    """An honest silence begins: something that may take long, and of which nothing is heard until its end.
+
+    The next message of the loop ends it. `Saved` and `SaveFailed` do not: they may come from the background.
+    """
+
+    kind: Literal["pause"] = "pause"
+    what: str  # "restoring", "evaluating", ...: shown as the phase
+    allowance_seconds: float
 
 
 class Saved(Frozen):
@@ -92,7 +104,7 @@ class Failed(Frozen):
         return error_of_kind(self.error, self.message, hint=self.hint)
 
 
-Message = Annotated[Restored | Beat | Saved | SaveFailed | Done | Failed, Field(discriminator="kind")]
+Message = Annotated[Restored | Beat | Pause | Saved | SaveFailed | Done | Failed, Field(discriminator="kind")]
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)
 
 
