@@ -30,15 +30,18 @@ from training.checkpoint.coding.encode import Reference
 from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
 from training.checkpoint.draft import Draft
+from training.checkpoint.gate import HealthGate
 from training.checkpoint.manifest import Committed, Health, MetricPoint, PackName, Position
+from training.checkpoint.opening import open_attempt
 from training.checkpoint.pack import PackWriter, write_packs
 from training.checkpoint.policy import ChainPolicy
-from training.checkpoint.restore import RestoredState, find_newest, restore_checkpoint
+from training.checkpoint.quarantine import RollbackPolicy
+from training.checkpoint.restore import RestoredState, restore_checkpoint
 from training.checkpoint.state.buffers import BufferPair
 from training.checkpoint.state.overlap import Overlap
 from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
-from training.checkpoint.token import Seal, claim, claim_key, mark_run, prove_put_if_absent, run_of, seal
+from training.checkpoint.token import Rollback, claim, claim_key, mark_run, prove_put_if_absent, run_of
 from training.errors import Fenced, Invalid, RetomaError, Unavailable
 
 DEFAULT_RUN = "default"
@@ -61,6 +64,9 @@ class IncrementalCheckpointer:
         on_busy: what `save` does while the one before is in flight: `wait` for it, or `skip` and return None.
         max_failed_saves: so many failed saves in a row, with the store not answering, are told to `on_failed` only;
             the next one is raised. 0: the first one is raised, by the next call.
+        must_be_finite: keys of tensors, or of parts of the state (`model`, `optimizer/state`), without a NaN or an
+            infinity. A save that holds one is not committed: `Diverged`. Leave out buffers: a mask may be infinite.
+        rollback: after such a save, or `quarantine`, the next attempt starts from before the trouble.
         encode_threads: threads that compress in the background.
         upload_threads: threads that put packs.
         job, data: JSON that every manifest repeats: the job's identity and the data version.
@@ -82,6 +88,8 @@ class IncrementalCheckpointer:
         bounded: Literal["int8", "int4"] | BoundedCodec | None = None,
         on_busy: Literal["wait", "skip"] = "wait",
         max_failed_saves: int = 0,
+        must_be_finite: Iterable[str] = (),
+        rollback: RollbackPolicy | None = None,
         encode_threads: int = 1,
         upload_threads: int = 2,
         job: Mapping[str, Any] | None = None,
@@ -102,9 +110,12 @@ class IncrementalCheckpointer:
         self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN
         self.token = token
         self.head: Committed | None = None
+        self.rollback: Rollback | None = None  # that this attempt has made; known when it is open
         self.skipped_saves = self.failed_saves = 0
         self._bounded = BoundedCodec(bounded) if isinstance(bounded, str) else bounded
         self._skip_when_busy, self._max_failed_saves = on_busy == "skip", max_failed_saves
+        self._gate = HealthGate(must_be_finite, self.store, self.run, self._now)
+        self._rollback_policy = rollback
         self._job, self._data = plain_json(dict(job or {}), "job"), plain_json(dict(data or {}), "data")
         self._who = {"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")}
         self._on_saved, self._on_failed = on_saved, on_failed
@@ -227,6 +238,23 @@ class IncrementalCheckpointer:
         self._pending = draft, self._saver.submit(self._write, draft)
         return stall_seconds
 
+    def quarantine(self, name: str, reason: str, *, position: Position, since_step: int) -> None:
+        """Keep on record what is wrong with this attempt, for people and for the rollback of the next one.
+
+        Args:
+            name: of what is not healthy: `loss`, or a tensor.
+            reason: one clause.
+            position: where it was found.
+            since_step: the first step that is not healthy. A rollback starts from before it.
+        """
+        if self.token is None:
+            raise Invalid("an attempt that is not open has nothing to quarantine", hint="call restore() first")
+        token = self.token
+        keep = self._saver.submit(  # behind the save in flight, which takes a sequence, too
+            lambda: self._gate.keep(name, reason, position, since_step, token, self._take_sequence())
+        )
+        keep.result()
+
     def save_checkpoint(self, state: Mapping[str, Any], epoch: int, **meta: Any) -> None:
         """Save with the epoch as the only position, for loops that count nothing else.
 
@@ -322,16 +350,20 @@ class IncrementalCheckpointer:
             self.token = claim(self.store, self.run, self._who, self._opened_at)
         elif not self.store.exists(claim_key(self.token)):
             raise Invalid(f"token {self.token} was not claimed: nothing would fence it", run=self.run)
-        found, skipped = find_newest(self.store, self.run, before=self.token, notes=notes)
+        found, self.rollback = open_attempt(
+            self.store,
+            self.run,
+            self.token,
+            created=self._opened_at,
+            notes=notes,
+            policy=self._rollback_policy,
+        )
         self.head = found.state.checkpoint if found is not None else None  # a state may be empty
-        head = self.head.ref if self.head else None
-        document = Seal(run=self.run, token=self.token, head=head, skipped=tuple(skipped), created=self._opened_at)
-        seal(self.store, document)
         if found is not None:
             self._reference = found.reference
             self._policy.start_from(found.chain.contents)
             self._policy.decode_rate = found.bytes_per_second
-        self._sequence = head.sequence + 1 if head else 0
+        self._sequence = self.head.ref.sequence + 1 if self.head else 0
         self._opened, self._opened_seconds = True, time.perf_counter()
         return found.state if found is not None else None
 
@@ -351,8 +383,9 @@ class IncrementalCheckpointer:
         return committed
 
     def _commit(self, draft: Draft) -> Committed:
-        sequence, self._sequence = self._sequence, self._sequence + 1  # never reused, also after a failure
+        sequence = self._take_sequence()
         assert self.token is not None  # noqa: S101 - the attempt is open
+        self._gate.check(draft.snapshot, draft.position, self.token, sequence)  # before anything is written
         base, reason = (True, "asked for") if draft.base else self._policy.decide()
         reference = self._reference if not base else None
         writer = PackWriter(self.store, PackName(self.token, sequence), self._uploaders)
@@ -375,6 +408,11 @@ class IncrementalCheckpointer:
         committed = Committed(manifest, commit(self.store, manifest))
         self._reference = written.reference
         return committed
+
+    def _take_sequence(self) -> int:
+        """Never reused, also after a failure."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        return sequence
 
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")

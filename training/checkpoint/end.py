@@ -2,7 +2,7 @@
 
     tokens/000003.end.json      the first who says it is believed
 
-Nothing about commits or fencing is decided by it: the attempt may be alive, and what it commits is judged by tokens.
+Nothing about commits or fencing is decided by it: the attempt may be alive, and its commits are judged by tokens.
 """
 
 from __future__ import annotations

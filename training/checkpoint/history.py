@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from training.checkpoint.collected import Collected, read_collected
+from training.checkpoint.end import End, read_ends
 from training.checkpoint.manifest import Committed, Ref, decode_manifest, manifest_key
 from training.checkpoint.store import Store
 from training.checkpoint.token import (
@@ -34,12 +35,16 @@ Known = Mapping[tuple[int, int], Committed]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One token: who claimed it, what it started from, how many manifests lie under it (void ones included)."""
+    """One token: who claimed it, what it started from, how many manifests lie under it (void ones included).
+
+    `end` is how it ended, if somebody said.
+    """
 
     token: int
     claim: Claim | None
     seal: Seal | None
     manifests: int
+    end: End | None = None
 
 
 @dataclass
@@ -197,6 +202,7 @@ def _newest_readable(store: Store, problems: list[Skipped], collected: Collected
 
 def _attempts(store: Store, problems: list[Skipped]) -> list[Attempt]:
     claims, seals = token_numbers(store)
+    ends = read_ends(store, problems)
     attempts = []
     for token in sorted(claims | seals):
         claim, seal = None, None
@@ -205,7 +211,7 @@ def _attempts(store: Store, problems: list[Skipped]) -> list[Attempt]:
             seal = read_seal(store, token) if token in seals else None
         except Corrupt as error:
             problems.append(Skipped(key=error.key or claim_key(token), reason=str(error)))
-        attempts.append(Attempt(token, claim, seal, len(sequences(store, token))))
+        attempts.append(Attempt(token, claim, seal, len(sequences(store, token)), ends.get(token)))
     return attempts
 
 

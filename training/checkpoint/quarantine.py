@@ -2,8 +2,8 @@
 
     quarantine/000003/00000042.json     why sequence 42 of token 3 was not committed
 
-An incident is answered by the next seal: that attempt starts from a checkpoint from before the trouble began, if the
-user asked for rollbacks, and from the newest one otherwise.
+An incident is answered by the next seal: that attempt starts from a checkpoint from before the trouble began, if
+the user asked for rollbacks, and from the newest one otherwise.
 """
 
 from __future__ import annotations

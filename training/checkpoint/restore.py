@@ -12,13 +12,14 @@ from typing import Any
 from training.checkpoint.chain import Chain, check_packs, plan_chunks, read_chain
 from training.checkpoint.coding.encode import Reference
 from training.checkpoint.frames import read_chunks
-from training.checkpoint.history import candidates
+from training.checkpoint.history import candidates, read_committed
 from training.checkpoint.manifest import Committed, Manifest, Position, manifest_key
 from training.checkpoint.policy import Cost
+from training.checkpoint.quarantine import Incident
 from training.checkpoint.state.snapshot import rebuild
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped, check_not_fenced
-from training.errors import Corrupt
+from training.errors import Corrupt, Diverged
 
 
 class RestoredState(dict[str, Any]):
@@ -75,6 +76,7 @@ def find_newest(
     before: int | None = None,
     threads: int | None = None,
     notes: Iterable[Skipped] = (),
+    incident: Incident | None = None,
 ) -> tuple[Found | None, list[Skipped]]:
     """The newest intact checkpoint that the history admits, and what was skipped.
 
@@ -84,8 +86,10 @@ def find_newest(
         before: look only at tokens below this one (the attempt that asks).
         threads: that read and decode; default: as many as there are cores, 4 at most.
         notes: what is wrong with the store already; reported with what is skipped.
+        incident: roll back: pass by what is not from before it.
 
     Raises:
+        Diverged: there are checkpoints, and none from before the incident.
         Corrupt: the run has checkpoints and none of them is intact. Never silently starts from zero.
         Fenced: the same, but a newer attempt than the one that asks has taken over.
     """
@@ -94,18 +98,36 @@ def find_newest(
     for token, sequence in candidates(store, before, skipped):
         found = True
         try:
+            if incident is not None and (reason := _void(store, token, sequence, incident)):
+                skipped.append(Skipped(key=manifest_key(token, sequence), reason=reason))
+                continue
             return _restore(store, token, sequence, run, skipped, threads, for_reference=True), skipped
         except Corrupt as error:
             skipped.append(Skipped(key=error.key or manifest_key(token, sequence), reason=error.message))
     if found:
         if before is not None:
             check_not_fenced(store, before, run)  # what this attempt looks for may have been collected since
+        if incident is not None:
+            raise Diverged(
+                f"no intact checkpoint is from before step {incident.since_step}, where the trouble began: "
+                f"{incident.reason}",
+                hint="start a new run, with a lower learning rate",
+                run=run,
+            )
         raise Corrupt(
             f"none of the run's checkpoints is intact: {'; '.join(item.reason for item in skipped[:5])}",
             hint="restore the objects from a backup of the store, or start a new run",
             run=run,
         )
     return None, skipped
+
+
+def _void(store: Store, token: int, sequence: int, incident: Incident) -> str | None:
+    """Why a rollback passes by a checkpoint."""
+    step = read_committed(store, token, sequence).manifest.position.step
+    if step < incident.since_step:
+        return None
+    return f"rolled back over: not healthy since step {incident.since_step}, {incident.reason}"
 
 
 def restore_newest(store: Store, run: str, threads: int | None = None) -> RestoredState | None:

@@ -43,7 +43,7 @@ class Skipped(Part):
 
 
 class Rollback(Part):
-    """Why an attempt started from an older checkpoint than the newest intact one: the later ones are not healthy."""
+    """Why an attempt started from an older checkpoint than the newest intact one: the later are not healthy."""
 
     token: int = Field(ge=1)  # and sequence: of the incident, see `quarantine`
     sequence: int = Field(ge=0)
