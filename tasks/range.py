@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from tasks.supervise import TRAINING_COMMAND, Child
 from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
-from training.checkpoint.token import claim, mark_run, prove_put_if_absent
+from training.checkpoint.token import check_not_fenced, claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
 from training.ports import Beat, Done, Message, RangeSpec, Restored, Saved, SaveFailed
 
@@ -55,6 +56,9 @@ class RangeSupervisor:
     def __post_init__(self) -> None:
         order = self.order
         self.store = open_store(order.store_url)
+        self.token: int | None = None  # held now; read by the watch
+        self.unwanted: RetomaError | None = None
+        self.child: Child | None = None
         self.expected: Ref | None = None
         self.best_step = 0  # of a committed checkpoint
         self.restarts_left = order.config.supervisor.restarts_in_place
@@ -94,7 +98,37 @@ class RangeSupervisor:
                 return RangeResult(
                     checkpoint=ending.done.checkpoint, position=ending.done.position, tries=self.progress.tries
                 )
+            if self.unwanted is not None:
+                raise self.unwanted
             self._restart_or_raise(ending)
+
+    def left(self, why: str) -> RangeResult:
+        """How the range stands after `run` was interrupted because somebody asked us to leave.
+
+        Raises:
+            Preempted: there is more to do.
+            Fenced: another attempt has taken over.
+        """
+        if self.unwanted is not None:
+            raise self.unwanted
+        with suppress(Unavailable):
+            if head := finished(self.store, self.order.run, self.order.stop):  # the last save was the end of it
+                self._report(phase="done")
+                return RangeResult(checkpoint=head.ref, position=head.manifest.position, tries=self.progress.tries)
+        kept = self.progress.checkpoint or self.progress.restored or "nothing"
+        error = Preempted(f"asked to leave ({why}); {kept} is committed", hint="another attempt goes on from there")
+        self._report(phase="preempted", error=error.message)
+        raise error
+
+    def give_up(self, error: RetomaError) -> None:
+        """Kill the training process; `run` ends with this error. From any thread."""
+        self.unwanted = error
+        self.kill(error.message)
+
+    def kill(self, why: str) -> None:
+        """Kill the training process, if there is one. From any thread."""
+        if self.child is not None:
+            self.child.kill(why)
 
     def _verify_data(self) -> Path | None:
         version = self.order.data_version
@@ -128,7 +162,11 @@ class RangeSupervisor:
         order = self.order
         tries = self.progress.tries + 1
         who = self._who(tries)
+        if self.token is not None:
+            check_not_fenced(self.store, self.token, order.run)  # a claim would take the run away from others
+        self.token = None  # or the watch would take our own claim for another's
         token = claim(self.store, order.run, who, created=datetime.now(UTC).isoformat(timespec="seconds"))
+        self.token = token
         self._report(phase="restoring", token=token, tries=tries)
         self.publisher.attempt_started(token, order.start, order.stop, who)
         spec = RangeSpec(
@@ -142,7 +180,7 @@ class RangeSupervisor:
             data_version=order.data_version.model_dump() if order.data_version else {},
             expected=self.expected,
         )
-        child = Child(
+        self.child = Child(
             self.command,
             spec.model_dump_json(),
             on_message=self._hear,
@@ -151,9 +189,9 @@ class RangeSupervisor:
             cwd=self.root,
         )
         try:
-            ending = child.run()
+            ending = self.child.run()
         except BaseException as error:
-            self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {type(error).__name__}")
+            self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {error!r}")
             raise
         self.publisher.attempt_ended(token, *_verdict(ending))
         return ending

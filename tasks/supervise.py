@@ -72,19 +72,28 @@ class Child:
         self._done: Done | None = None
         self._failed: Failed | None = None
         self._garbage_lines = 0
+        self._group: int | None = None  # only as long as the number cannot belong to another
+        self._because: str | None = None
+
+    def kill(self, why: str) -> None:
+        """Kill it and all that it started, from any thread. Nothing happens where it has ended."""
+        group = self._group
+        if group is not None:
+            self._because = self._because or why
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def run(self) -> Ending:
         """Start it and return how it ended. Whatever is raised here, a signal included, it is dead afterwards."""
         files = oom_kill_files()
         kills_before = count_oom_kills(files)
-        because: str | None = None
         with self._started() as process:
             try:
                 self._last_message = self._last_tick = self._clock()
                 while not has_exited(process.pid):
                     self._pump(TICK_SECONDS)
                     if self._is_silent():
-                        because = f"said nothing for {self._silence_seconds:g} s"
+                        self._because = f"said nothing for {self._silence_seconds:g} s"
                         break
             except BaseException:
                 self._stop(process)
@@ -96,7 +105,7 @@ class Child:
             returncode=process.returncode,
             done=self._done,
             failed=self._failed,
-            killed_because=because,
+            killed_because=self._because,
             oom_kills=count_oom_kills(files) - kills_before,
             tail=self._relay.tail,
         )
@@ -116,6 +125,7 @@ class Child:
                 cwd=self._cwd,
                 env=self._environment,
             )
+            self._group = process.pid
         except BaseException:
             os.close(reading)
             raise
@@ -189,6 +199,7 @@ class Child:
         # Before it is reaped, its number cannot belong to another group.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        self._group = None
         process.wait()
         while self._pump(0):
             pass
