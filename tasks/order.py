@@ -11,6 +11,7 @@ from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.manifest import Committed, Position, Ref
 from training.checkpoint.store import Store
 from training.config import Frozen, JobConfig
+from training.ports import EVALUATION_DUE
 
 
 class RangeOrder(Frozen):
@@ -75,9 +76,10 @@ class Publisher(Protocol):
 
 
 def finished(store: Store, run: str, stop: int) -> Committed | None:
-    """The head of the run, if it lies at or after the end of epoch `stop`; None otherwise."""
+    """The head of the run, if everything up to the end of epoch `stop` is done; None otherwise."""
     ref = head_ref(store)
     if ref is None:
         return None
     head = read_committed(store, ref.token, ref.sequence, run)
-    return head if head.manifest.position.epoch >= stop else None
+    due = bool(head.manifest.meta.get(EVALUATION_DUE)) and head.manifest.position.epoch == stop
+    return head if head.manifest.position.epoch >= stop and not due else None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -93,6 +96,18 @@ class Schedule:
         sample = position.sample + self.window_at(position)
         return Position(epoch=sample // self.samples, step=position.step + 1, sample=sample)
 
+    def skip(self, position: Position, steps: int) -> Position:
+        """The position so many steps on, as if they had been taken; at most the last step of the epoch.
+
+        One step is left, so that each epoch ends with a step, an evaluation and a checkpoint.
+        """
+        for _ in range(steps):
+            following = self.after(position)
+            if following.epoch != position.epoch:
+                break
+            position = following
+        return position
+
 
 def load_batches(
     dataset: Dataset[Any],
@@ -118,7 +133,7 @@ def load_batches(
             collate_fn=collate,
             pin_memory=pin_memory,
             generator=torch.Generator().manual_seed(0),
-            worker_init_fn=_start_worker if workers else None,
+            worker_init_fn=partial(_start_worker, os.getpid()) if workers else None,
             multiprocessing_context=_START_METHOD if workers else None,
         )
     )
@@ -137,5 +152,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _start_worker(_: int) -> None:
-    die_with_parent()  # torch's own watch takes up to five seconds
+def _start_worker(parent: int, _: int) -> None:
+    die_with_parent(parent)  # torch's own watch takes up to five seconds
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to a whole group: the loop still needs its batches

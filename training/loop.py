@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,136 +11,159 @@ from torch import Tensor
 from training.cadence import Cadence
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Health, MetricPoint, Position
-from training.errors import Diverged, Preempted
-from training.ports import Beat, Message
+from training.errors import Preempted, Unavailable
+from training.ports import EVALUATION_DUE, Message
+from training.progress import Progress, finite
+from training.stopping import StopRequest
 from training.trainer import Trainer
-
-_BEAT_SECONDS = 0.2
 
 
 def train_epochs(
     trainer: Trainer,
     checkpointer: IncrementalCheckpointer,
     position: Position,
-    stop: int,
+    last: int,
     report: Callable[[Message], None],
-    should_stop: Callable[[], bool] = lambda: False,
+    stop: StopRequest | None = None,
     cadence: Cadence | None = None,
+    evaluation_due: bool = False,
 ) -> tuple[Position, dict[str, float]]:
-    """Train from `position` until epoch `stop` begins; every step of the way is resumable.
+    """Train from `position` until epoch `last` begins; every step of the way is resumable.
 
     Args:
         trainer: the job, with its state already at `position`.
         checkpointer: an opened attempt.
         position: what comes next.
-        stop: first epoch that is not trained.
-        report: receives beats.
-        should_stop: asked after each step; true ends the range early, after a save.
+        last: first epoch that is not trained.
+        report: receives beats and pauses.
+        stop: asked after each step; ends the range early, after a save. It ends an evaluation at once.
         cadence: says when to save within an epoch; default: by the configuration, knowing of no failures.
+        evaluation_due: the evaluation at `position` was given up and comes first.
 
     Returns:
-        The position at `stop`, and the metrics of the last evaluation; everything is committed.
+        The position at `last`, and the metrics of the last evaluation; everything is committed.
 
     Raises:
-        Preempted: `should_stop` said so; the state is committed.
+        Preempted: `stop` was asked; the state is committed, or the message says why not.
         Diverged: the loss is not finite; nothing of it was published.
         Fenced: a newer attempt has taken over.
         Unavailable: the store failed several saves in a row.
     """
-    saver = _Saver(trainer, checkpointer)
-    progress = _Progress(report, position)
-    metrics: dict[str, float] = {}
-    first_step = position.step + 1
+    stop = stop or StopRequest()
+    progress = Progress(report, position, trainer.config.supervisor)
+    saver = _Saver(trainer, checkpointer, progress, position)
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
-    while position.epoch < stop:
-        epoch = position.epoch
-        if trainer.config.loader_workers:
-            checkpointer.settle()  # forking while the encoder holds a lock could hang a worker
-        batches = trainer.batches(position)
-        stopping = False
-        while position.epoch == epoch and not stopping:
-            loss = trainer.optimizer_step(batches, trainer.schedule.window_at(position))
-            position = trainer.schedule.after(position)
+    first_step = position.step + 1
+    if evaluation_due:
+        cadence.saved(saver.evaluate(position, stop, cadence))
+    while position.epoch < last and not stop.asked:
+        epoch, batches, fresh = position.epoch, saver.batches(position), trainer.config.loader_workers > 0
+        while position.epoch == epoch and not stop.asked:
+            window = trainer.schedule.window_at(position)
+            progress.before_step(window, fresh)
+            loss = trainer.optimizer_step(batches, window)
+            position, fresh = trainer.schedule.after(position), False
             saver.log(position, loss)
             progress.step(position, loss)
             if position.step == first_step:
                 checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
             cadence.step()
-            stopping = should_stop()
-            if (stopping or cadence.due(position.step)) and position.epoch == epoch:
-                if stopping:
-                    checkpointer.settle()  # the last one is never skipped
-                cadence.saved(saver.save(position, loss, interval=cadence.explain()))
+            saver.surface()
+            if cadence.due(position.step) and position.epoch == epoch and not stop.asked:
+                cadence.saved(saver.save(position, cadence))
         if position.epoch > epoch:
-            metrics = trainer.evaluate()
-            cadence.saved(saver.save(position, loss, metrics, cadence.explain()))
-        if stopping and position.epoch < stop:
-            checkpointer.wait()
-            raise Preempted(f"asked to stop; epoch {position.epoch}, step {position.step} is committed")
-    checkpointer.wait()
-    return position, metrics
+            cadence.saved(saver.evaluate(position, stop, cadence))
+    if stop.asked and (position.epoch < last or saver.evaluation_due):
+        saver.leave(position, cadence)
+    saver.wait()
+    return position, saver.metrics
 
 
 class _Saver:
-    """Collects metrics between saves, and refuses to publish what is not finite."""
+    """Collects metrics between saves, and refuses to publish what is not finite.
 
-    def __init__(self, trainer: Trainer, checkpointer: IncrementalCheckpointer) -> None:
-        self._trainer = trainer
-        self._checkpointer = checkpointer
+    Attributes:
+        metrics: of the last evaluation.
+        evaluation_due: it was given up.
+    """
+
+    def __init__(
+        self, trainer: Trainer, checkpointer: IncrementalCheckpointer, progress: Progress, position: Position
+    ) -> None:
+        self._trainer, self._checkpointer, self._progress = trainer, checkpointer, progress
+        self._limits = trainer.config.supervisor
         self._points: list[MetricPoint] = []
+        self._loss: Tensor | None = None
+        self._saved = position
+        self.metrics: dict[str, float] = {}
+        self.evaluation_due = False
+
+    def batches(self, position: Position) -> Iterator[Any]:
+        """Micro-batches of the rest of the epoch."""
+        if self._trainer.config.loader_workers:
+            self._settle()  # forking while the encoder holds a lock could hang a worker
+        return self._trainer.batches(position)
 
     def log(self, position: Position, loss: Tensor) -> None:
         """Keep the loss of every n-th step. Counted by step, so that a resumed run logs the same ones."""
+        self._loss = loss
         if position.step % self._trainer.config.log_every_steps == 0:
-            values = {"train/loss": _finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
+            values = {"train/loss": finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
             self._points.append(MetricPoint(step=position.step, values=values))
 
-    def save(
-        self,
-        position: Position,
-        loss: Tensor,
-        metrics: dict[str, float] | None = None,
-        interval: dict[str, Any] | None = None,
-    ) -> float | None:
+    def surface(self) -> None:
+        """Raise the error of a save that has just ended: a fenced attempt trains no further."""
+        if not self._checkpointer.busy:
+            self._checkpointer.settle()
+
+    def evaluate(self, position: Position, stop: StopRequest, cadence: Cadence) -> float | None:
+        """Evaluate and save. An evaluation that is given up leaves a checkpoint that says that it is due."""
+        with self._progress.pause("evaluating", self._limits.evaluation_seconds):
+            metrics = stop.unless_asked(self._trainer.evaluate)
+        self.metrics, self.evaluation_due = metrics or {}, metrics is None
+        if metrics is None:
+            return None
+        values = {f"eval/{name}": number for name, number in metrics.items() if math.isfinite(number)}
+        if values:
+            self._points.append(MetricPoint(step=position.step, values=values))
+        self._settle()  # the end of an epoch is never skipped
+        return self.save(position, cadence)
+
+    def save(self, position: Position, cadence: Cadence) -> float | None:
         """Start a save. Returns the seconds that training waited for it; None if it was skipped."""
-        value = _finite(loss, position)
-        if metrics:
-            values = {f"eval/{name}": number for name, number in metrics.items() if math.isfinite(number)}
-            self._points.append(MetricPoint(step=position.step, values=values))
-            self._checkpointer.settle()  # the end of an epoch is never skipped
+        loss = finite(self._loss, position) if self._loss is not None else None
+        meta: dict[str, Any] = {"metrics": self.metrics if self._trainer.schedule.offset(position) == 0 else {}}
+        if self.evaluation_due:
+            meta[EVALUATION_DUE] = True
         points, self._points = self._points, []
-        return self._checkpointer.save(
-            self._trainer.state.capture(),
-            position=position,
-            metrics=points,
-            meta={"metrics": metrics or {}},
-            health=Health(finite=True, loss=value),
-            interval=interval,
-        )
+        self._saved = position
+        with self._progress.pause("saving", self._limits.save_seconds):
+            return self._checkpointer.save(
+                self._trainer.state.capture(),
+                position=position,
+                metrics=points,
+                meta=meta,
+                health=Health(finite=True, loss=loss),
+                interval=cadence.explain(),
+            )
 
+    def leave(self, position: Position, cadence: Cadence) -> None:
+        """Save what is not saved yet, wait for it, and raise `Preempted`."""
+        where = f"epoch {position.epoch}, step {position.step}"
+        try:
+            if position != self._saved:
+                self._settle()  # the last one is never skipped
+                self.save(position, cadence)
+            self.wait()
+        except Unavailable as error:
+            raise Preempted(f"asked to stop; {where} could not be saved: {error.message}") from error
+        raise Preempted(f"asked to stop; {where} is committed")
 
-class _Progress:
-    """Beats at a bounded rate. Only a finished step makes one, so that a hung loop is silent."""
+    def wait(self) -> None:
+        """Return when everything is committed."""
+        with self._progress.pause("saving", self._limits.save_seconds):
+            self._checkpointer.wait()
 
-    def __init__(self, report: Callable[[Message], None], position: Position) -> None:
-        self._report = report
-        self._last = (time.monotonic(), position.sample)
-
-    def step(self, position: Position, loss: Tensor) -> None:
-        """Tell the supervisor, at most every `_BEAT_SECONDS`."""
-        now = time.monotonic()
-        then, sample = self._last
-        if now - then >= _BEAT_SECONDS:
-            self._last = (now, position.sample)
-            rate = (position.sample - sample) / (now - then)
-            self._report(Beat(position=position, loss=_finite(loss, position), samples_per_second=rate))
-
-
-def _finite(loss: Tensor, position: Position) -> float:
-    value = float(loss)
-    if not math.isfinite(value):
-        raise Diverged(
-            f"the loss is {value} at step {position.step}",
-            hint="lower the learning rate or set clip_grad_norm; the last checkpoint is healthy",
-        )
-    return value
+    def _settle(self) -> None:
+        with self._progress.pause("saving", self._limits.save_seconds):
+            self._checkpointer.settle()

@@ -11,6 +11,9 @@ from training.checkpoint.token import Skipped
 from training.config import Frozen, JobConfig
 from training.errors import RetomaError, error_of_kind
 
+# In the meta of a manifest: the evaluation at its position was given up, and its range is not done without it.
+EVALUATION_DUE = "evaluation_due"
+
 
 class RangeSpec(Frozen):
     """What a training process is told: one attempt at one epoch range."""

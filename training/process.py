@@ -15,10 +15,10 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from training.checkpoint.manifest import Position
 from training.checkpoint.store import open_store
 from training.config import parse_config
 from training.errors import Invalid, RetomaError
-from training.guard import die_with_parent, exit_at_end_of
-from training.ports import Failed, Message, RangeSpec, encode_message
+from training.guard import die_with_parent, watch_lifeline
+from training.ports import Failed, Pause, RangeSpec, encode_message
+from training.voice import Voice
 
 
 def main() -> None:
@@ -44,24 +45,19 @@ def main() -> None:
     die_with_parent()
     if options.messages is not None:
         with os.fdopen(options.messages, "wb", buffering=0) as out:
-            sys.exit(_guarded(lambda: _train(out.write), out.write))
+            sys.exit(_guarded(lambda: _train(out), out.write))
     work = _ANSWERS[options.answer]
     sys.exit(_guarded(lambda: _answer(work(json.loads(sys.stdin.readline()))), sys.stdout.buffer.write))
 
 
-def _train(write: Callable[[bytes], Any]) -> None:
-    from training.session import train_range  # torch, only after the guards are up
-
+def _train(out: FileIO) -> None:
     with os.fdopen(0, "rb", buffering=0, closefd=False) as stdin:
         spec = RangeSpec.model_validate_json(stdin.readline())
-    exit_at_end_of(0)
-    asked_to_stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
-    lock = threading.Lock()
-
-    def report(message: Message) -> None:
-        with lock:  # beats come from the loop, saved checkpoints from the background
-            write(encode_message(message))
+    voice = Voice(out, spec.config.supervisor)
+    signal.signal(signal.SIGTERM, voice.on_sigterm)
+    watch_lifeline(0)
+    voice.say(Pause(what="starting", allowance_seconds=spec.config.supervisor.start_seconds))
+    from training.session import train_range  # torch, only after the guards are up
 
     gc.freeze()  # what was imported lives for ever; collecting it stalls training by 300 ms
     train_range(
@@ -73,8 +69,8 @@ def _train(write: Callable[[bytes], Any]) -> None:
         data_version=spec.data_version,
         token=spec.token,
         expected=spec.expected,
-        report=report,
-        should_stop=asked_to_stop.is_set,
+        report=voice.say,
+        request=voice.request,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from training.checkpoint.restore import RestoredState
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.store.metered import MeteredStore
 from training.checkpoint.token import Skipped
-from training.config import CheckpointConfig, JobConfig, differences, digest_of
+from training.config import CheckpointConfig, JobConfig, SupervisorConfig, differences, digest_of
 from training.errors import Corrupt, Invalid, RetomaError
 from training.failures import observe_failures
 from training.loop import train_epochs
-from training.ports import Done, Message, Restored, Saved, SaveFailed
+from training.ports import EVALUATION_DUE, Done, Message, Pause, Restored, Saved, SaveFailed
+from training.stopping import StopRequest
 from training.trainer import Trainer
 
 
@@ -35,7 +37,7 @@ def train_range(
     token: int | None = None,
     expected: Ref | None = None,
     report: Callable[[Message], None] = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    request: StopRequest | None = None,
 ) -> Done:
     """Resume a run from its newest intact checkpoint and train until epoch `stop`.
 
@@ -49,7 +51,7 @@ def train_range(
         token: claimed by a supervisor; default: claim one.
         expected: the newest checkpoint that the registry knows; a difference is reported, the store wins.
         report: receives every message.
-        should_stop: see `train_epochs`.
+        request: asks for an early end; see `train_epochs`.
 
     Raises:
         Invalid: the job cannot be trained, or the run was started with another job or other data.
@@ -68,10 +70,13 @@ def train_range(
         on_saved=lambda committed: report(_saved(committed)),
         on_failed=lambda error, failures: report(_save_failed(error, failures)),
     )
-    with checkpointer:
+    limits = config.supervisor
+    with checkpointer, _announced_end(report, limits):
         checkpointer.check(trainer.state.capture())
+        report(Pause(what="restoring", allowance_seconds=limits.start_seconds))
         restored = checkpointer.restore()
         position = _resume(trainer, restored, config, data_version)
+        cadence = _cadence(config, checkpointer, time.perf_counter() - started)
         report(
             Restored(
                 checkpoint=restored.checkpoint.ref if restored is not None else None,
@@ -85,8 +90,10 @@ def train_range(
         if config.checkpoint.overlap_copy:
             checkpointer.overlap(trainer.model, trainer.optimizer)
         last = config.epochs if stop is None else min(stop, config.epochs)
-        cadence = _cadence(config, checkpointer, time.perf_counter() - started)
-        position, metrics = train_epochs(trainer, checkpointer, position, last, report, should_stop, cadence)
+        evaluation_due = restored is not None and bool(restored.manifest.meta.get(EVALUATION_DUE))
+        position, metrics = train_epochs(
+            trainer, checkpointer, position, last, report, request, cadence, evaluation_due
+        )
         head = checkpointer.head
     if head is None:
         raise Invalid(f"nothing to train: the range ends at epoch {last}")
@@ -139,6 +146,16 @@ def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[
             hint="resume with the first configuration, or start a new run: retoma train JOB.yaml --new",
             run=manifest.run,
         )
+
+
+@contextmanager
+def _announced_end(report: Callable[[Message], None], limits: SupervisorConfig) -> Iterator[None]:
+    """An error waits for the save in flight; that is no silence to be killed for before it could be told."""
+    try:
+        yield
+    except Exception:
+        report(Pause(what="ending", allowance_seconds=limits.save_seconds))
+        raise
 
 
 def _cadence(config: JobConfig, checkpointer: IncrementalCheckpointer, start_seconds: float) -> Cadence:
