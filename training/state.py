@@ -77,6 +77,15 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {_clean(name): value for name, value in unwrapped(model).state_dict().items()}
 
 
+def finite_paths(model: nn.Module) -> list[str]:
+    """Keys of what must be finite in a captured state: parameters and the optimizer's state.
+
+    Not buffers: a mask of -inf is legitimate.
+    """
+    names = (_clean(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False))
+    return ["optimizer/state", *(f"model/{name.replace('~', '~0').replace('/', '~1')}" for name in names)]
+
+
 def apply_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy parameters and buffers into the model.
 

@@ -18,7 +18,7 @@ from training.data import Schedule, load_batches, to_device
 from training.errors import Invalid
 from training.job import load_job
 from training.randomness import preserved_randomness, seed_everything
-from training.state import TrainingState, apply_model
+from training.state import TrainingState, apply_model, finite_paths
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +53,11 @@ class Trainer:
         self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler)
         self.model.train()
         seed_everything(config.seed)  # again: what model() drew must not matter for what follows
+
+    @property
+    def must_be_finite(self) -> list[str]:
+        """Keys of the tensors that a healthy state has no NaN or infinity in."""
+        return finite_paths(self.model)
 
     @property
     def total_steps(self) -> int:
