@@ -12,8 +12,9 @@ from training.cadence import Cadence
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Health, MetricPoint, Position
 from training.errors import Preempted, Unavailable
+from training.health import LossWatch, finite
 from training.ports import EVALUATION_DUE, Message
-from training.progress import Progress, finite
+from training.progress import Progress
 from training.stopping import StopRequest
 from training.trainer import Trainer
 
@@ -27,6 +28,7 @@ def train_epochs(
     stop: StopRequest | None = None,
     cadence: Cadence | None = None,
     evaluation_due: bool = False,
+    watch: LossWatch | None = None,
 ) -> tuple[Position, dict[str, float]]:
     """Train from `position` until epoch `last` begins; every step of the way is resumable.
 
@@ -39,19 +41,21 @@ def train_epochs(
         stop: asked after each step; ends the range early, after a save. It ends an evaluation at once.
         cadence: says when to save within an epoch; default: by the configuration, knowing of no failures.
         evaluation_due: the evaluation at `position` was given up and comes first.
+        watch: of the loss, with what it knew at `position`; default: one that knows nothing yet.
 
     Returns:
         The position at `last`, and the metrics of the last evaluation; everything is committed.
 
     Raises:
         Preempted: `stop` was asked; the state is committed, or the message says why not.
-        Diverged: the loss is not finite; nothing of it was published.
+        Diverged: the loss or the state is not healthy; nothing of it was published, but for the start of a spike.
         Fenced: a newer attempt has taken over.
         Unavailable: the store failed several saves in a row.
     """
     stop = stop or StopRequest()
     progress = Progress(report, position, trainer.config.supervisor)
-    saver = _Saver(trainer, checkpointer, progress, position)
+    watch = watch or LossWatch(trainer.config.health, trainer.config.log_every_steps)
+    saver = _Saver(trainer, checkpointer, progress, position, watch)
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
     first_step = position.step + 1
     if evaluation_due:
@@ -88,9 +92,14 @@ class _Saver:
     """
 
     def __init__(
-        self, trainer: Trainer, checkpointer: IncrementalCheckpointer, progress: Progress, position: Position
+        self,
+        trainer: Trainer,
+        checkpointer: IncrementalCheckpointer,
+        progress: Progress,
+        position: Position,
+        watch: LossWatch,
     ) -> None:
-        self._trainer, self._checkpointer, self._progress = trainer, checkpointer, progress
+        self._trainer, self._checkpointer, self._progress, self._watch = trainer, checkpointer, progress, watch
         self._limits = trainer.config.supervisor
         self._points: list[MetricPoint] = []
         self._loss: Tensor | None = None
@@ -107,6 +116,7 @@ class _Saver:
     def log(self, position: Position, loss: Tensor) -> None:
         """Keep the loss of every n-th step. Counted by step, so that a resumed run logs the same ones."""
         self._loss = loss
+        self._watch.step(position, loss)
         if position.step % self._trainer.config.log_every_steps == 0:
             values = {"train/loss": finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
             self._points.append(MetricPoint(step=position.step, values=values))
@@ -135,6 +145,10 @@ class _Saver:
         meta: dict[str, Any] = {"metrics": self.metrics if self._trainer.schedule.offset(position) == 0 else {}}
         if self.evaluation_due:
             meta[EVALUATION_DUE] = True
+        if memory := self._watch.memory():
+            meta["health"] = memory
+        if self._checkpointer.rollback is not None:
+            meta["rollback"] = self._checkpointer.rollback.model_dump()
         points, self._points = self._points, []
         self._saved = position
         with self._progress.pause("saving", self._limits.save_seconds):

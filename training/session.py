@@ -13,13 +13,15 @@ from training.cadence import Cadence, Failures
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.coding.bounded import BoundedCodec
 from training.checkpoint.manifest import Committed, Manifest, Position, Ref, manifest_key
+from training.checkpoint.quarantine import RollbackPolicy
 from training.checkpoint.restore import RestoredState
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.store.metered import MeteredStore
 from training.checkpoint.token import Skipped
-from training.config import CheckpointConfig, JobConfig, SupervisorConfig, differences, digest_of
+from training.config import CheckpointConfig, HealthConfig, JobConfig, SupervisorConfig, differences, digest_of
 from training.errors import Corrupt, Invalid, RetomaError
 from training.failures import observe_failures
+from training.health import LossWatch, UnhealthyLoss
 from training.loop import train_epochs
 from training.ports import EVALUATION_DUE, Done, Message, Pause, Restored, Saved, SaveFailed
 from training.stopping import StopRequest
@@ -65,17 +67,21 @@ def train_range(
         run=run,
         token=token,
         **checkpoint_options(config.checkpoint),
+        must_be_finite=trainer.must_be_finite,
+        rollback=rollback_policy(config.health),
         job=describe(config),
         data=data_version,
         on_saved=lambda committed: report(_saved(committed)),
         on_failed=lambda error, failures: report(_save_failed(error, failures)),
     )
     limits = config.supervisor
-    with checkpointer, _announced_end(report, limits):
+    with checkpointer, _announced_end(report, limits, checkpointer):
         checkpointer.check(trainer.state.capture())
         report(Pause(what="restoring", allowance_seconds=limits.start_seconds))
         restored = checkpointer.restore()
         position = _resume(trainer, restored, config, data_version)
+        if checkpointer.rollback is not None:
+            position = trainer.schedule.skip(position, checkpointer.rollback.skip_steps)
         cadence = _cadence(config, checkpointer, time.perf_counter() - started)
         report(
             Restored(
@@ -92,7 +98,15 @@ def train_range(
         last = config.epochs if stop is None else min(stop, config.epochs)
         evaluation_due = restored is not None and bool(restored.manifest.meta.get(EVALUATION_DUE))
         position, metrics = train_epochs(
-            trainer, checkpointer, position, last, report, request, cadence, evaluation_due
+            trainer,
+            checkpointer,
+            position,
+            last,
+            report,
+            request,
+            cadence,
+            evaluation_due,
+            _watch(config, restored),
         )
         head = checkpointer.head
     if head is None:
@@ -122,6 +136,12 @@ def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
     return {**config.model_dump(include=names), "bounded": bounded}
 
 
+def rollback_policy(config: HealthConfig) -> RollbackPolicy | None:
+    """Whether an attempt rolls back after one that diverged."""
+    rolls_back = config.on_divergence == "rollback"
+    return RollbackPolicy(most=config.rollbacks, skip_steps=config.skip_steps) if rolls_back else None
+
+
 def describe(config: JobConfig) -> dict[str, Any]:
     """What a manifest says about the job."""
     return {
@@ -149,13 +169,22 @@ def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[
 
 
 @contextmanager
-def _announced_end(report: Callable[[Message], None], limits: SupervisorConfig) -> Iterator[None]:
+def _announced_end(
+    report: Callable[[Message], None], limits: SupervisorConfig, checkpointer: IncrementalCheckpointer
+) -> Iterator[None]:
     """An error waits for the save in flight; that is no silence to be killed for before it could be told."""
     try:
         yield
-    except Exception:
+    except Exception as error:
         report(Pause(what="ending", allowance_seconds=limits.save_seconds))
+        if isinstance(error, UnhealthyLoss):
+            checkpointer.quarantine("loss", error.message, position=error.position, since_step=error.since_step)
         raise
+
+
+def _watch(config: JobConfig, restored: RestoredState | None) -> LossWatch:
+    memory = restored.manifest.meta.get("health") if restored is not None else None
+    return LossWatch(config.health, config.log_every_steps, memory)
 
 
 def _cadence(config: JobConfig, checkpointer: IncrementalCheckpointer, start_seconds: float) -> Cadence:
