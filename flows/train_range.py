@@ -1,7 +1,7 @@
 """One attempt at an epoch range, on a GPU pool. Its process supervises; the training runs in a child of it.
 
 How it ends tells the parent what to do: Completed and Failed are final, Crashed asks for another attempt,
-Cancelled says that another attempt has taken over.
+Cancelled says that another attempt has taken over, or that somebody cancelled it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from prefect import flow, get_run_logger, runtime
 from prefect.states import Cancelled, Crashed, Failed
 
 from infra.beat import Reporter
+from infra.own_run import OwnRun
 from infra.settings import load_settings
 from tasks.attempts import outcome_of
+from tasks.departure import Departure, Leave
 from tasks.order import RangeOrder, RangeResult
 from tasks.publish import Publisher
 from tasks.range import RangeSupervisor
 from tasks.tracking import registry_of
+from tasks.watch import Watch
 from training.errors import RetomaError
 
 STATES = {"CRASHED": Crashed, "CANCELLED": Cancelled, "FAILED": Failed}
@@ -27,6 +30,8 @@ CLOSE_SECONDS = 5.0
 @flow(name="train-range")
 def train_range(order: RangeOrder) -> Any:
     """Train the epochs of the order; what the store already has costs nothing."""
+    departure = Departure()
+    departure.listen()
     settings = load_settings()
     flow_run_id = str(runtime.flow_run.id)
     registry = registry_of(settings)
@@ -34,21 +39,45 @@ def train_range(order: RangeOrder) -> Any:
     version = order.data_version.model_dump() if order.data_version else None
     publisher = Publisher(order.store_url, registry, order.run, config=order.config, data_version=version)
     publisher.start()
+    supervisor = RangeSupervisor(
+        order=order,
+        root=settings.home,
+        flow_run_id=flow_run_id,
+        registry=registry,
+        publisher=publisher,
+        on_progress=reporter.report,
+        logger=get_run_logger(),
+    )
+    watch = Watch(
+        supervisor,
+        store=supervisor.store,
+        flow_run=lambda: OwnRun(flow_run_id),
+        departure=departure,
+        lease_seconds=order.config.supervisor.lease_seconds,
+        notice_file=settings.preemption_notice_file,
+    )
+    watch.start()
+    ended: RangeResult | RetomaError
     try:
-        result: RangeResult = RangeSupervisor(
-            order=order,
-            root=settings.home,
-            flow_run_id=flow_run_id,
-            registry=registry,
-            publisher=publisher,
-            on_progress=reporter.report,
-            logger=get_run_logger(),
-        ).run()
+        ended = _supervise(supervisor, departure)
     except RetomaError as error:
-        state, message = outcome_of(error)
-        return STATES[state](message=message)
+        ended = error
     finally:
         # Both bounded: what is left over is published by the next attempt or by the parent.
         publisher.close(CLOSE_SECONDS)
         reporter.close()
-    return result.model_dump(mode="json")
+        state = watch.last_look()
+    if isinstance(ended, RangeResult):
+        return ended.model_dump(mode="json")
+    kind, message = outcome_of(ended)
+    if kind == "CRASHED" and state == "CANCELLING":
+        kind = "CANCELLED"
+    return STATES[kind](message=message)
+
+
+def _supervise(supervisor: RangeSupervisor, departure: Departure) -> RangeResult:
+    try:
+        with departure:
+            return supervisor.run()
+    except Leave as leave:
+        return supervisor.left(str(leave))

@@ -25,6 +25,7 @@ from tasks.data import verify_data
 from tasks.ending import Ending
 from tasks.order import Publisher, RangeOrder, RangeResult, Registry, finished
 from tasks.supervise import TRAINING_COMMAND, Child
+from training.checkpoint.end import End, put_end
 from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
@@ -118,6 +119,8 @@ class RangeSupervisor:
         kept = self.progress.checkpoint or self.progress.restored or "nothing"
         error = Preempted(f"asked to leave ({why}); {kept} is committed", hint="another attempt goes on from there")
         self._report(phase="preempted", error=error.message)
+        with suppress(Unavailable):
+            self.note_end(error)
         raise error
 
     def give_up(self, error: RetomaError) -> None:
@@ -129,6 +132,23 @@ class RangeSupervisor:
         """Kill the training process, if there is one. From any thread."""
         if self.child is not None:
             self.child.kill(why)
+
+    def note_end(self, error: RetomaError) -> None:
+        """Say in the store how this attempt ended, if it holds a token. Raises `Unavailable`."""
+        if self.token is not None:
+            put_end(
+                self.store,
+                End(
+                    run=self.order.run,
+                    token=self.token,
+                    kind=error.kind,
+                    reason=error.message,
+                    by="supervisor",
+                    epoch=self.progress.epoch,
+                    step=self.progress.step,
+                    created=datetime.now(UTC).isoformat(timespec="seconds"),
+                ),
+            )
 
     def _verify_data(self) -> Path | None:
         version = self.order.data_version
