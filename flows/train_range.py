@@ -15,7 +15,7 @@ from infra.beat import Reporter
 from infra.own_run import OwnRun
 from infra.settings import load_settings
 from tasks.attempts import outcome_of
-from tasks.departure import Departure, Leave
+from tasks.departure import Departure
 from tasks.order import RangeOrder, RangeResult
 from tasks.publish import Publisher
 from tasks.range import RangeSupervisor
@@ -59,7 +59,7 @@ def train_range(order: RangeOrder) -> Any:
     watch.start()
     ended: RangeResult | RetomaError
     try:
-        ended = _supervise(supervisor, departure)
+        ended = supervisor.run_until_asked(departure)
     except RetomaError as error:
         ended = error
     finally:
@@ -73,11 +73,3 @@ def train_range(order: RangeOrder) -> Any:
     if kind == "CRASHED" and state == "CANCELLING":
         kind = "CANCELLED"
     return STATES[kind](message=message)
-
-
-def _supervise(supervisor: RangeSupervisor, departure: Departure) -> RangeResult:
-    try:
-        with departure:
-            return supervisor.run()
-    except Leave as leave:
-        return supervisor.left(str(leave))

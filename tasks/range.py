@@ -22,6 +22,7 @@ import psutil
 from infra.beat import Progress
 from infra.mlflow_runs import RunStatus
 from tasks.data import verify_data
+from tasks.departure import Departure, Leave
 from tasks.ending import Ending
 from tasks.order import Publisher, RangeOrder, RangeResult, Registry, finished
 from tasks.supervise import TRAINING_COMMAND, Child
@@ -103,13 +104,19 @@ class RangeSupervisor:
                 raise self.unwanted
             self._restart_or_raise(ending)
 
-    def left(self, why: str) -> RangeResult:
-        """How the range stands after `run` was interrupted because somebody asked us to leave.
+    def run_until_asked(self, departure: Departure) -> RangeResult:
+        """`run`, unless somebody asks this process to leave: then the training process saves and ends.
 
         Raises:
-            Preempted: there is more to do.
-            Fenced: another attempt has taken over.
+            Preempted: it left, and there is more to do.
         """
+        try:
+            with departure:
+                return self.run()
+        except Leave as leave:
+            return self._left(str(leave))
+
+    def _left(self, why: str) -> RangeResult:
         if self.unwanted is not None:
             raise self.unwanted
         with suppress(Unavailable):
