@@ -71,7 +71,7 @@ def _make_ready(settings: Settings, console: Console) -> None:
 
 def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Console) -> None:
     from flows.live import display_on
-    from tasks.follow import look_at
+    from tasks.follow import look_at, successor
 
     mlflow_url: str | None = None
     try:
@@ -82,7 +82,11 @@ def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Co
                     mlflow_url = look.milestone.mlflow_url
                     console.print(f"MLflow   {mlflow_url}")
                 display.show(look)
-                if not look.flow_run.live:
+                if look.flow_run.state == "CRASHED" and (following := successor(runs, started)):
+                    link = prefect_link(settings, f"runs/flow-run/{following.flow_run.id}")
+                    console.print(f"its flow crashed; another one goes on: {link}")
+                    started = following
+                elif not look.flow_run.live:
                     break
                 time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:

@@ -8,23 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Completed
 
-from flows.train import default_name, run_training
-from infra.settings import load_settings
-from tasks.attempts import outcome_of
+from flows.train import as_parent, cancel_with_ranges, default_name, run_training
+from infra.settings import Settings
 from tasks.champion import judge_champion
 from tasks.tracking import registry_of
-from training.errors import RetomaError
 
 
-@flow(name="retrain")
+@flow(name="retrain", on_cancellation=[cancel_with_ranges])
 def retrain(
     job: str,
     registered_model: str | None = None,
     force: bool = False,
     run: str | None = None,
     overrides: list[str] | None = None,
+    generation: int = 0,
 ) -> Any:
     """Compare data versions and, if they differ, train a new run.
 
@@ -34,10 +33,11 @@ def retrain(
         force: train also on the data that the champion has seen.
         run: name of the new run, or of one to go on with.
         overrides: `key=value` changes of the YAML file.
+        generation: how often a crash of this flow was answered by starting it again; for the automation.
     """
-    settings = load_settings()
-    changes = overrides or []
-    try:
+
+    def body(settings: Settings) -> Any:
+        changes = overrides or []
         verdict = judge_champion(settings, registry_of(settings), job, changes, registered_model)
         get_run_logger().info(verdict.reason)
         if not verdict.due and not force:
@@ -45,7 +45,6 @@ def retrain(
         name = run or default_name(settings, job, changes)
         if verdict.init_from is not None:
             changes = [*changes, f"init_from={verdict.init_from.model_dump_json()}"]
-        return run_training(settings, job, name, changes, registered_model)
-    except RetomaError as error:
-        state, message = outcome_of(error)
-        return Cancelled(message=message) if state == "CANCELLED" else Failed(message=message)
+        return run_training(settings, job, name, changes, generation=generation, model=registered_model)
+
+    return as_parent(generation, body)

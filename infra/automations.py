@@ -61,8 +61,9 @@ COPIED: dict[str, dict[str, str]] = {
 
 def wanted(settings: Settings) -> list[dict[str, Any]]:
     """All automations, as Prefect's API takes them. Pure, and without importing Prefect."""
-    silence = f"no heartbeat for {settings.heartbeat_within_seconds:g} s: frozen, or its machine is gone"
-    pending = f"not started within {settings.pending_within_seconds:g} s after a worker took it"
+    stalled = f"no progress for {settings.progress_within_seconds:g} s"
+    silent = f"no heartbeat for {settings.heartbeat_within_seconds:g} s: frozen, or its machine is gone"
+    late = f"not started within {settings.pending_within_seconds:g} s after a worker took it"
     heartbeat = {HEARTBEAT, *_events(*ENDS, *WAITS, *STARTING)}
     begun = set(_events("Running", "Retrying", *ENDS, *WAITS))
     return [
@@ -70,31 +71,31 @@ def wanted(settings: Settings) -> list[dict[str, Any]]:
             "progress lost",
             "A range without progress is cancelled, and its parent starts the next attempt.",
             _absence(EVENT, {EVENT, *_events(*ENDS, *WAITS, *STARTING)}, settings.progress_within_seconds),
-            {"type": "cancel-flow-run"},
+            _set("Cancelling", stalled),
         ),
         _automation(
             "range silent",
             "A range without Prefect's own heartbeat is cancelled: a second, slower net.",
             _absence(HEARTBEAT, heartbeat, settings.heartbeat_within_seconds, RANGE),
-            {"type": "cancel-flow-run"},
+            _set("Cancelling", silent),
         ),
         _automation(
             "parent silent",
             "A parent without heartbeat is set to Crashed.",
             _absence(HEARTBEAT, heartbeat, settings.heartbeat_within_seconds, PARENTS),
-            _crash(silence),
+            _set("Crashed", silent),
         ),
         _automation(
             "range not started",
             "A range that a worker took and never started is cancelled.",
             _absence(*_events("Pending"), begun, settings.pending_within_seconds, RANGE),
-            {"type": "cancel-flow-run"},
+            _set("Cancelling", late),
         ),
         _automation(
             "parent not started",
             "A parent that a worker took and never started is set to Crashed.",
             _absence(*_events("Pending"), begun, settings.pending_within_seconds, PARENTS),
-            _crash(pending),
+            _set("Crashed", late),
         ),
         *(_restart(flow) for flow in PARENTS),
     ]
@@ -184,8 +185,9 @@ def _restart(flow: str) -> dict[str, Any]:
     )
 
 
-def _crash(message: str) -> dict[str, Any]:
-    return {"type": "change-flow-run-state", "name": "Crashed", "state": "CRASHED", "message": message}
+def _set(state: str, reason: str) -> dict[str, Any]:
+    """Cancelling is what `cancel-flow-run` sets, too, but without a reason that people could read."""
+    return {"type": "change-flow-run-state", "name": state, "state": state.upper(), "message": reason}
 
 
 def _of(flows: Sequence[str]) -> list[dict[str, Any]]:

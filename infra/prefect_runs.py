@@ -11,6 +11,7 @@ from uuid import UUID
 import tenacity
 from pydantic import Field
 
+from infra.automations import SUPERSEDED
 from infra.beat import Progress, artifact_key, short_client
 from infra.facts import from_metadata
 from training.config import Frozen
@@ -87,6 +88,17 @@ class PrefectRuns:
         """One flow run as it is now."""
         return _info(self._ask(lambda client: client.read_flow_run(UUID(flow_run_id))))
 
+    def newest_of(self, flows: Iterable[str]) -> list[FlowRunInfo]:
+        """The newest flow runs of some flows, whatever their state, newest first."""
+        from prefect.client.schemas import filters, sorting
+
+        wanted = filters.FlowFilter(name=filters.FlowFilterName(any_=list(flows)))
+        order = sorting.FlowRunSort.EXPECTED_START_TIME_DESC
+        return [
+            _info(run)
+            for run in self._ask(lambda client: client.read_flow_runs(flow_filter=wanted, sort=order, limit=LIMIT))
+        ]
+
     def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
         """Flow runs with a tag that are not over, newest first."""
         from prefect.client.schemas import filters, sorting
@@ -135,12 +147,29 @@ class PrefectRuns:
         except ObjectNotFound as error:
             raise Invalid(f"no deployment {deployment!r} on the Prefect server", hint="retoma deploy") from error
 
-    def crash(self, flow_run_id: str, message: str) -> None:
-        """Set a flow run to Crashed whose process is gone. It kills nothing."""
+    def supersede(self, flow_run_id: str, message: str) -> None:
+        """Set a flow run to Crashed whose process is gone, and which the caller replaces. It kills nothing.
+
+        The state has a name of its own, so that the automation on crashes does not replace it, too.
+        """
         from prefect.states import Crashed
 
-        state: Any = Crashed(message=message)
+        state: Any = Crashed(name=SUPERSEDED, message=message)
         self._ask(lambda client: client.set_flow_run_state(UUID(flow_run_id), state, force=True))
+
+    def cancel(self, flow_run_id: str) -> None:
+        """Ask for a flow run to be cancelled; nothing happens to one that is over."""
+        from prefect.states import Cancelling
+
+        state: Any = Cancelling(message="the run was cancelled")
+        self._ask(lambda client: client.set_flow_run_state(UUID(flow_run_id), state))
+
+    def label(self, flow_run_id: str, *, parameters: dict[str, Any], tags: Iterable[str]) -> None:
+        """Add parameters and tags to a flow run, so that others find it by them."""
+        found = self.read(flow_run_id)
+        merged, all_tags = {**found.parameters, **parameters}, sorted({*found.tags, *tags})
+        if (merged, all_tags) != (found.parameters, sorted(found.tags)):
+            self._ask(lambda client: client.update_flow_run(UUID(flow_run_id), parameters=merged, tags=all_tags))
 
     def progress(self, run: str) -> Progress | None:
         """What the newest attempt of a run reported last."""

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import secrets
+import socket
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
+import psutil
+
+from infra.automations import PARENTS
 from infra.beat import Progress
 from infra.prefect_runs import FlowRunInfo, PrefectRuns
 from infra.settings import Settings
-from tasks.attempts import is_gone
+from tasks.attempts import is_range, run_tag
 from tasks.milestones import Milestone, read_milestone
 from tasks.plan import check_run_name, new_run_name, requested_digest
 from tasks.runs import run_names, unfinished
 from training.config import Frozen, JobConfig
 
 TRAIN = "train/cpu"
+# The automation creates the next parent in the second of the crash, on a machine that has nothing else to do.
+SUCCESSOR_SECONDS = 20.0
+LOOK_SECONDS = 0.5
 
 
 class Started(Frozen):
@@ -54,13 +64,13 @@ def start_or_attach(
     requested = requested_digest(config)
     name = check_run_name(run) if run else None
     if name is None and not new:
-        alive = _alive(runs, job_tag(requested))
+        alive = _alive(runs, runs.live_with_tag(job_tag(requested)))
         if alive is not None:
             return Started(run=str(alive.parameters["run"]), flow_run=alive, how="attached")
         found = unfinished(settings, requested)
         name = found.run if found else None
     if name is not None:
-        alive = _alive(runs, run_tag(name))
+        alive = _alive(runs, _parents(runs, name))
         if alive is not None:
             return Started(run=name, flow_run=alive, how="attached")
     how = "resumed" if name in run_names(settings) else "new"
@@ -75,6 +85,33 @@ def start_or_attach(
     return Started(run=name, flow_run=flow_run, how=how)
 
 
+def successor(
+    runs: PrefectRuns,
+    started: Started,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Started | None:
+    """The flow run that goes on after a crash of this one, waited for; None if there is none.
+
+    Raises:
+        Unavailable: the Prefect server does not answer.
+    """
+    deadline = clock() + SUCCESSOR_SECONDS
+    generation = _generation(started.flow_run)
+    while True:
+        for found in _parents(runs, started.run):
+            if (
+                found.id != started.flow_run.id
+                and _generation(found) == generation + 1
+                and not _is_older(found, started)
+            ):
+                return Started(run=started.run, flow_run=found, how="resumed")
+        if clock() > deadline:
+            return None
+        sleep(LOOK_SECONDS)
+
+
 def look_at(runs: PrefectRuns, started: Started) -> Look:
     """Ask the server how it stands."""
     flow_run = runs.read(started.flow_run.id)
@@ -83,7 +120,7 @@ def look_at(runs: PrefectRuns, started: Started) -> Look:
         milestone = None
     progress, waiting = None, False
     if milestone is not None and milestone.phase == "training":
-        children = [run for run in runs.live_with_tag(run_tag(started.run)) if run.id != flow_run.id]
+        children = [run for run in runs.live_with_tag(run_tag(started.run)) if is_range(run)]
         waiting = any(child.state in ("SCHEDULED", "PENDING") for child in children)
         progress = runs.progress(started.run)
         if progress is not None and progress.flow_run_id not in {child.id for child in children}:
@@ -91,28 +128,65 @@ def look_at(runs: PrefectRuns, started: Started) -> Look:
     return Look(flow_run=flow_run, milestone=milestone, progress=progress, waiting=waiting)
 
 
-def run_tag(run: str) -> str:
-    """Tag of all flow runs of a run."""
-    return f"run:{run}"
-
-
 def job_tag(requested: str) -> str:
     """Tag of flow runs that train the same."""
     return f"job:{requested.removeprefix('sha256:')[:16]}"
 
 
-def _alive(runs: PrefectRuns, tag: str) -> FlowRunInfo | None:
-    """The newest parent with a tag that is not over; one whose process is gone is set to Crashed first."""
-    for found in runs.live_with_tag(tag):
-        if "order" in found.parameters:
-            continue  # a range, not the whole run
+def _parents(runs: PrefectRuns, run: str) -> list[FlowRunInfo]:
+    """Parents of a run, newest first. By parameter: one that the automation has just made has no tag of it."""
+    return [found for found in runs.newest_of(PARENTS) if found.parameters.get("run") == run]
+
+
+def _generation(flow_run: FlowRunInfo) -> int:
+    return int(flow_run.parameters.get("generation") or 0)
+
+
+def _is_older(found: FlowRunInfo, started: Started) -> bool:
+    ours = started.flow_run.created
+    return ours is not None and found.created is not None and found.created < ours
+
+
+def _alive(runs: PrefectRuns, candidates: list[FlowRunInfo]) -> FlowRunInfo | None:
+    """The newest parent that is not over. One whose process is gone is over: the caller starts another."""
+    for found in candidates:
+        if is_range(found) or not found.live:
+            continue
         milestone = read_milestone(runs, str(found.parameters.get("run")))
         if found.state == "RUNNING" and milestone and milestone.flow_run_id == found.id and is_gone(milestone):
-            runs.crash(found.id, f"process {milestone.pid} of {milestone.host} does not exist any more")
+            runs.supersede(found.id, f"process {milestone.pid} of {milestone.host} does not exist any more")
             continue
         if found.state != "CANCELLING":
             return found
     return None
+
+
+class Reporter(Protocol):
+    """Whoever said which process it is."""
+
+    @property
+    def host(self) -> str:
+        """Name of its machine or container."""
+
+    @property
+    def pid(self) -> int:
+        """Process number there."""
+
+    @property
+    def pid_started(self) -> float:
+        """When that process was created."""
+
+
+def is_gone(reporter: Reporter) -> bool:
+    """Whether the process that reported ran on this machine and does not exist any more."""
+    if reporter.host != socket.gethostname():
+        return False
+    try:
+        return abs(psutil.Process(reporter.pid).create_time() - reporter.pid_started) > 1.0
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def _portable(settings: Settings, job: Path) -> str:

@@ -1,5 +1,7 @@
 """One real stack for all end-to-end tests: they stay on one worker of pytest-xdist and share it."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,25 @@ from infra.stack import down, up
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+JOB = "training/jobs/mnist_cnn.yaml"
+STEPS_PER_EPOCH = 32
+SMALL = {
+    "epochs": 2,
+    "epochs_per_range": 1,
+    "batch_size": 125,
+    "threads": 1,
+    "log_every_steps": 4,
+    "checkpoint.every_steps": 4,
+}
+
+STRAIGHT = """
+import json, sys
+from pathlib import Path
+from training.config import load_config
+from training.session import train_range
+config = load_config(sys.argv[1], sys.argv[4:])
+print(train_range(config, sys.argv[2], "straight", data_folder=Path(sys.argv[3])).state_digest)
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -40,3 +61,23 @@ def stack(stack_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings
     monkeypatch.setenv("RETOMA_STATE_DIR", str(stack_settings.state_dir))
     up(stack_settings)
     return stack_settings
+
+
+@pytest.fixture(scope="session")
+def straight_digest(tmp_path_factory: pytest.TempPathFactory, stack_settings: Settings) -> str:
+    """State digest of the same training in one process, with neither Prefect nor MLflow, never interrupted."""
+    from tasks.data import ensure_data
+
+    version = ensure_data(stack_settings.home, "data/mnist")
+    store = tmp_path_factory.mktemp("straight") / "store"
+    changes = [f"{key}={value}" for key, value in SMALL.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", STRAIGHT, JOB, str(store), str(stack_settings.home / version.path), *changes],
+        cwd=stack_settings.home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]

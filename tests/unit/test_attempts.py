@@ -16,17 +16,20 @@ from infra.facts import from_metadata, to_metadata
 from infra.prefect_runs import FlowRunInfo
 from tasks.attempts import (
     DEPLOYMENT,
-    SILENCE_MARGIN_SECONDS,
-    GaveUp,
     RangeFollower,
+    Superseded,
     attempt_key,
+    cancel_ranges,
     error_from,
-    is_gone,
     outcome_of,
+    run_tag,
 )
+from tasks.budget import GaveUp
+from tasks.follow import is_gone
 from tasks.milestones import Milestone, Sizes
 from tasks.order import RangeOrder
 from tests.support.stores import RunBuilder
+from training.checkpoint.end import read_ends
 from training.checkpoint.store import MemoryStore
 from training.config import JobConfig
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
@@ -35,6 +38,7 @@ CONFIG = JobConfig(job="some.module:Job", epochs=2, attempts_per_range=3)
 ORDER = RangeOrder(
     run="run-1", start=0, stop=2, attempt=1, config=CONFIG, requested="sha256:0", store_url="memory://"
 )
+PARENT = "parent"
 # What an attempt does while the parent waits: work on the store, then end in a state with a message.
 Deed = Callable[["World"], tuple[str, str]]
 
@@ -49,7 +53,9 @@ class World:
         self.children: dict[str, FlowRunInfo] = {}
         self.pending: dict[str, Deed] = {}
         self.started: list[str] = []
-        self.crashed: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
+        self.current = ""  # the attempt whose deed is being done
+        self.own_state = "RUNNING"
         self.now = 0.0
         self.reported: Progress | None = None
 
@@ -69,7 +75,10 @@ class World:
         return self.put(key, "SCHEDULED")
 
     def read(self, flow_run_id: str) -> FlowRunInfo:
+        if flow_run_id == PARENT:
+            return FlowRunInfo(id=PARENT, name=PARENT, state=self.own_state)
         if flow_run_id in self.pending:
+            self.current = flow_run_id
             self.put(flow_run_id, "RUNNING")
             state, message = self.pending[flow_run_id](self)
             if state != "RUNNING":
@@ -77,16 +86,18 @@ class World:
             self.put(flow_run_id, state, message)
         return self.children[flow_run_id]
 
-    def crash(self, flow_run_id: str, message: str) -> None:
-        self.crashed.append((flow_run_id, message))
-        self.pending.pop(flow_run_id, None)
-        self.put(flow_run_id, "CRASHED", message)
+    def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
+        assert tag == run_tag("run-1")
+        return [child for child in self.children.values() if child.live]
+
+    def cancel(self, flow_run_id: str) -> None:
+        self.cancelled.append(flow_run_id)
 
     def progress(self, run: str) -> Progress | None:
         return self.reported
 
     def put(self, key: str, state: str, message: str = "") -> FlowRunInfo:
-        self.children[key] = FlowRunInfo(id=key, name=key, state=state, message=message)
+        self.children[key] = FlowRunInfo(id=key, name=key, state=state, message=message, parameters={"order": {}})
         return self.children[key]
 
     def follow(self) -> None:
@@ -95,6 +106,7 @@ class World:
             runs=self,
             store=self.store,
             logger=logging.getLogger("test"),
+            parent=PARENT,
             sleep=self.sleep,
             clock=lambda: self.now,
         ).follow()
@@ -106,13 +118,13 @@ def completes(world: World) -> tuple[str, str]:
 
 
 def crashes(world: World) -> tuple[str, str]:
-    world.builder.claim(0, 2)
+    world.builder.claim(0, 2, flow_run_id=world.current)
     return "CRASHED", "killed"
 
 
 def saves_and_crashes(world: World) -> tuple[str, str]:
     step = world.builder.head.manifest.position.step + 1 if world.builder.head else 1
-    world.builder.commit(world.builder.attempt(0, 2), step)
+    world.builder.commit(world.builder.attempt(0, 2, flow_run_id=world.current), step)
     return "CRASHED", "killed"
 
 
@@ -234,31 +246,59 @@ def test_an_attempt_fenced_from_outside_ends_the_range_instead_of_fighting() -> 
     assert len(world.started) == 1
 
 
-def test_an_attempt_whose_process_is_gone_is_given_up_though_the_server_says_running() -> None:
-    world = World(lambda _: ("RUNNING", ""), completes)
-    world.reported = progress(flow_run_id=key(1), pid_started=1.0)
+def test_an_attempt_that_is_given_up_has_an_end_that_names_what_the_server_said() -> None:
+    def cancelled(world: World) -> tuple[str, str]:
+        crashes(world)
+        world.reported = progress(flow_run_id=world.current, token=1, epoch=1, step=17)
+        return "CANCELLING", "no progress for 15 s"
+
+    world = World(cancelled, completes)
     world.follow()
-    assert [id_ for id_, _ in world.crashed] == [key(1)]
-    assert world.now < 30
-    assert len(world.started) == 2
+    ends = read_ends(world.store)
+    assert list(ends) == [1]
+    assert (ends[1].by, ends[1].kind, ends[1].step, ends[1].epoch) == ("parent", "Unavailable", 17, 1)
+    assert "no progress for 15 s" in ends[1].reason
 
 
-def test_an_attempt_without_any_sign_is_given_up_after_the_silence_it_is_allowed() -> None:
-    world = World(lambda _: ("RUNNING", ""), completes)
-    world.reported = progress(flow_run_id=key(1), phase="training", host="another")
+def test_an_attempt_that_was_preempted_again_and_again_is_not_given_up() -> None:
+    def preempted(world: World) -> tuple[str, str]:
+        return outcome_of(Preempted("the node goes"))
+
+    world = World(*[preempted] * 9, completes)
     world.follow()
-    assert len(world.crashed) == 1
-    assert world.now > CONFIG.supervisor.silence_seconds + SILENCE_MARGIN_SECONDS
+    assert len(world.started) == 10
 
 
-def test_an_attempt_that_verifies_its_data_for_hours_is_left_alone() -> None:
-    def slow(world: World) -> tuple[str, str]:
-        return completes(world) if world.now > 20_000 else ("RUNNING", "")
+@pytest.mark.parametrize("state", ["CRASHED", "CANCELLING", "CANCELLED", "COMPLETED"])
+def test_a_parent_that_the_server_does_not_count_any_more_starts_nothing_and_leaves(state: str) -> None:
+    def freezes(world: World) -> tuple[str, str]:
+        world.own_state = state
+        return crashes(world)
 
-    world = World(slow)
-    world.reported = progress(flow_run_id=key(1), phase="verifying data", host="another")
-    world.follow()
-    assert world.crashed == []
+    world = World(freezes, completes)
+    with pytest.raises(Superseded):
+        world.follow()
+    assert world.started == [key(1)]
+
+
+def test_a_parent_notices_within_seconds_that_it_is_not_wanted_while_its_range_trains() -> None:
+    def trains(world: World) -> tuple[str, str]:
+        world.own_state = "CANCELLED" if world.now > 100 else "RUNNING"
+        return "RUNNING", ""
+
+    world = World(trains)
+    with pytest.raises(Superseded):
+        world.follow()
+    assert world.now < 110
+    assert world.cancelled == [key(1)], "whoever started it"
+
+
+def test_of_a_cancelled_run_the_living_ranges_are_cancelled_once() -> None:
+    world = World()
+    for number, state in enumerate(("CRASHED", "CANCELLING", "RUNNING", "SCHEDULED"), start=1):
+        world.put(key(number), state)
+    cancel_ranges(world, "run-1")
+    assert world.cancelled == [key(3), key(4)]
 
 
 def test_a_living_process_is_not_gone_and_a_recycled_number_is() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from rich.console import Console
 from flows.cli import main
 from flows.live import LineDisplay, LiveDisplay
 from infra.beat import Progress
+from infra.facts import to_metadata
 from infra.prefect_runs import FlowRunInfo
 from infra.settings import Settings
-from tasks.follow import Look, start_or_attach
+from tasks.follow import Look, Started, start_or_attach, successor
 from tasks.milestones import Milestone
 from tasks.plan import new_run_name, refuse_other_identity, requested_digest
 from tasks.runs import unfinished
@@ -144,18 +147,21 @@ class Server:
     def __init__(self, *alive: FlowRunInfo) -> None:
         self.alive = list(alive)
         self.started: list[dict[str, Any]] = []
-        self.crashed: list[str] = []
+        self.superseded: list[str] = []
         self.metadata: dict[str, str] = {}
 
     def live_with_tag(self, tag: str) -> list[FlowRunInfo]:
-        return [run for run in self.alive if tag in run.tags]
+        return [run for run in self.alive if tag in run.tags and run.live]
+
+    def newest_of(self, flows: Iterable[str]) -> list[FlowRunInfo]:
+        return self.alive
 
     def start(self, deployment: str, parameters: dict[str, Any], **rest: Any) -> FlowRunInfo:
         self.started.append(parameters)
         return FlowRunInfo(id="f", name=rest["name"], state="SCHEDULED", parameters=parameters, tags=rest["tags"])
 
-    def crash(self, flow_run_id: str, message: str) -> None:
-        self.crashed.append(flow_run_id)
+    def supersede(self, flow_run_id: str, message: str) -> None:
+        self.superseded.append(flow_run_id)
 
     def latest_metadata(self, key: str) -> dict[str, str]:
         return self.metadata
@@ -213,6 +219,45 @@ def test_a_living_run_is_attached_to_and_nothing_is_started(settings: Settings) 
     for again in (begin(settings, server, config), begin(settings, server, config, run=started.run)):
         assert (again.how, again.run, again.flow_run.id) == ("attached", started.run, alive.id)
     assert server.started == []
+
+
+def parent(id_: str, state: str = "RUNNING", **parameters: Any) -> FlowRunInfo:
+    return FlowRunInfo(id=id_, name="r", state=state, parameters={"run": "r", **parameters})
+
+
+def test_a_parent_that_the_server_has_just_made_is_found_without_any_tag(settings: Settings) -> None:
+    server = Server(parent("2", "SCHEDULED", generation=1), parent("1", "CRASHED"))
+    started = begin(settings, server, load_config(JOB), run="r")
+    assert (started.how, started.flow_run.id) == ("attached", "2")
+
+
+def test_a_parent_whose_process_is_gone_is_replaced_at_once_by_the_command_alone(settings: Settings) -> None:
+    server = Server(parent("1"))
+    gone = Milestone(run="r", phase="training", host=socket.gethostname(), pid=1, pid_started=1.0, flow_run_id="1")
+    server.metadata = to_metadata(gone)
+    assert begin(settings, server, load_config(JOB), run="r").flow_run.id == "f"
+    assert server.superseded == ["1"]
+
+
+def test_the_successor_of_a_crashed_parent_is_the_next_generation_of_the_same_run() -> None:
+    crashed = Started(run="r", flow_run=parent("1", "CRASHED", generation=1), how="new")
+    other = parent("x", generation=2).model_copy(update={"parameters": {"run": "another", "generation": 2}})
+    runs, now = Server(other, parent("1", "CRASHED", generation=1), parent("0", generation=0)), [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] == 5.0:
+            runs.alive.insert(0, parent("2", "FAILED", generation=2))
+
+    def find() -> Started | None:
+        return successor(runs, crashed, sleep=sleep, clock=lambda: now[0])  # type: ignore[arg-type]
+
+    found = find()
+    assert found is not None
+    assert found.flow_run.id == "2"
+    runs.alive.pop(0)
+    assert find() is None, "a server without automations: no waiting for ever"
+    assert now[0] < 60
 
 
 def test_a_name_that_cannot_be_a_folder_is_refused(settings: Settings) -> None:

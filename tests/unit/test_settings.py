@@ -105,6 +105,30 @@ def test_a_wrong_value_is_named_with_its_variable(
         load_settings()
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"RETOMA_PROGRESS_WITHIN_SECONDS": "9"}, "greater than or equal to 10"),
+        ({"RETOMA_PROGRESS_WITHIN_SECONDS": "11"}, "at least server_restart_seconds and a beat, 12 s"),
+        ({"RETOMA_SERVER_RESTART_SECONDS": "40"}, "RETOMA_PROGRESS_WITHIN_SECONDS must be at least"),
+        ({"RETOMA_HEARTBEAT_WITHIN_SECONDS": "60"}, "at least 2.5 times heartbeat_seconds, 75 s"),
+        ({"RETOMA_HEARTBEAT_SECONDS": "60"}, "RETOMA_HEARTBEAT_WITHIN_SECONDS must be at least"),
+        ({"RETOMA_HEARTBEAT_SECONDS": "10"}, "greater than or equal to 30"),
+        (
+            {"RETOMA_SERVER_RESTART_SECONDS": "61", "RETOMA_PROGRESS_WITHIN_SECONDS": "99"},
+            "RETOMA_PENDING_WITHIN_SECONDS must be at least server_restart_seconds, 61 s",
+        ),
+    ],
+)
+def test_a_window_that_would_declare_healthy_runs_dead_is_refused_by_name(
+    changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Invalid, match=words):
+        load_settings()
+
+
 def test_without_servers_the_error_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETOMA_STATE_DIR", str(tmp_path))
     with pytest.raises(Unavailable) as caught:
