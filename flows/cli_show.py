@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
 from flows.cli_address import RUN_HELP, export_s3, open_run
 from infra.settings import load_settings
-from tasks.runs import attempt_row, checkpoint_row, list_runs
+from tasks.runs import attempt_rows, checkpoint_row, list_runs
 
 if TYPE_CHECKING:
     from training.checkpoint.history import Attempt, Lineage
@@ -55,6 +56,7 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
     from training.checkpoint.care.pins import pinned
     from training.checkpoint.chain import rebased_checkpoints  # the codec takes a while to load
     from training.checkpoint.collected import read_collected
+    from training.checkpoint.quarantine import read_incidents
 
     opened = open_run(load_settings(), run)
     store, lineage = opened.store, opened.lineage()
@@ -62,7 +64,7 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
     rebased, pins = rebased_checkpoints(store), pinned(store)
     chain = [_row(committed, by_token, rebased, pins) for committed in lineage.chain]
     collected = len(read_collected(store, []).names)
-    attempts = [attempt_row(attempt) for attempt in lineage.attempts]
+    attempts, incidents = attempt_rows(lineage), read_incidents(store, notes=lineage.problems)
     problems = [problem.model_dump() for problem in lineage.problems]
     if as_json:
         head = lineage.head.manifest if lineage.head else None
@@ -76,13 +78,19 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
             "collected_parent": str(lineage.collected) if lineage.collected else None,
             "pins": [f"{token:06d}/{sequence:08d}" for token, sequence in sorted(pins)],
             "attempts": attempts,
+            "quarantine": [incident.model_dump() for incident in incidents],
             "problems": problems,
         }
         typer.echo(json.dumps(fields, indent=2))
         return
     console = _console()
     console.print(_chain_tree(opened.run, store.url, lineage, chain, collected))
-    console.print(_attempt_tree(attempts))
+    console.print(_attempt_tree(lineage, attempts))
+    for incident in incidents:
+        place = f"{incident.token:06d}/{incident.sequence:08d}"
+        console.print(
+            f"quarantined  {place}, step {incident.step}: {incident.reason}", style="yellow", markup=False
+        )
     for problem in problems:
         console.print(f"problem  {problem['key']}: {problem['reason']}", style="red", markup=False)
 
@@ -163,8 +171,10 @@ def _remarks(row: dict[str, Any]) -> str:
     return "".join(f"  {part}" for part in parts if part)
 
 
-def _attempt_tree(attempts: list[dict[str, Any]]) -> Tree:
-    tree = Tree("[bold]attempts[/]")
+def _attempt_tree(lineage: Lineage, attempts: list[dict[str, Any]]) -> Tree:
+    from training.checkpoint.outcomes import outcomes
+
+    tree, ends = Tree("[bold]attempts[/]"), outcomes(lineage)
     for row in attempts:
         epochs = f"epochs {row['range'][0]} to {row['range'][1]}" if row["range"] else "library"
         number = f", attempt {row['attempt']} try {row['try']}" if row["attempt"] is not None else ""
@@ -172,7 +182,14 @@ def _attempt_tree(attempts: list[dict[str, Any]]) -> Tree:
         host = f" on {row['host']}" if row["host"] else ""
         branch = tree.add(f"token {row['token']}  {epochs}{number}{host}: {start}, {row['manifests']} checkpoints")
         for skipped in row["skipped"]:
-            branch.add(f"[yellow]skipped[/] {skipped['key']}: {skipped['reason']}")
+            branch.add(f"[yellow]skipped[/] {escape(skipped['key'])}: {escape(skipped['reason'])}")
+        if row["rollback"]:
+            branch.add(f"[yellow]rolled back[/], {row['rollback']['skip_steps']} steps of data left out")
+        ended = ends[row["token"]]
+        style = "green" if row["verdict"] == "Done" else "yellow" if row["verdict"] else "dim"
+        branch.add(f"[{style}]{escape(ended.verdict)}[/]")
+        if after := ended.aftermath:
+            branch.add(escape(after))
     return tree
 
 

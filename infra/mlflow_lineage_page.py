@@ -12,6 +12,7 @@ from typing import Any
 from infra.mlflow_text import epoch_range, ratio
 from training.checkpoint.history import Attempt, Lineage
 from training.checkpoint.manifest import Committed
+from training.checkpoint.outcomes import outcomes
 
 _COLUMNS = (
     "token",
@@ -165,7 +166,7 @@ def _mark(committed: Committed, place: tuple[int, int], is_head: bool) -> str:
 
 
 def _attempts(lineage: Lineage) -> str:
-    rows = []
+    rows, ends = [], outcomes(lineage)
     for attempt in lineage.attempts:
         span = epoch_range(attempt)
         who = attempt.claim.who if attempt.claim else {}
@@ -178,8 +179,9 @@ def _attempts(lineage: Lineage) -> str:
             sum(c.ref.token == attempt.token for c in lineage.chain),
             f"{who.get('host', '')} {who.get('pid', '')}".strip(),
         )
-        rows.append(_cells(cells) + f'<td class="l w">{escape(reasons)}</td>')
-    names = ("token", "epochs", "restored", "checkpoints", "by", "skipped")
+        texts = (ends[attempt.token].verdict, ends[attempt.token].aftermath, reasons)
+        rows.append(_cells(cells) + "".join(f'<td class="l w">{escape(text)}</td>' for text in texts))
+    names = ("token", "epochs", "restored", "checkpoints", "by", "how it ended", "what followed", "skipped")
     return "<h2>Attempts</h2>\n" + _table(names, rows)
 
 

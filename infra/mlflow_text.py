@@ -12,6 +12,7 @@ from typing import Any
 
 from training.checkpoint.history import Attempt
 from training.checkpoint.manifest import Committed, Ref
+from training.checkpoint.outcomes import Outcome
 from training.config import JobConfig
 
 NOTE = "mlflow.note.content"
@@ -126,8 +127,8 @@ def attempt_name(attempt: Attempt) -> str:
     return f"epochs {span[0]}-{span[1]}, token {attempt.token}" if span else f"token {attempt.token}"
 
 
-def attempt_tags(attempt: Attempt) -> dict[str, str]:
-    """Tags of an attempt's child run, as far as its claim and seal tell them."""
+def attempt_tags(attempt: Attempt, outcome: Outcome | None = None) -> dict[str, str]:
+    """Tags of an attempt's child run, as far as its claim, its seal and its end tell them."""
     who = attempt.claim.who if attempt.claim else {}
     span = epoch_range(attempt)
     # plain facts only: the whole configuration is an artifact of the parent run
@@ -139,11 +140,31 @@ def attempt_tags(attempt: Attempt) -> dict[str, str]:
         if attempt.seal.skipped:
             lines = [f"{skipped.key}: {skipped.reason}" for skipped in attempt.seal.skipped]
             tags["retoma.skipped"] = cut("\n".join(lines), TAG_CHARACTERS)
-    tags[NOTE] = attempt_note(attempt)
+        if attempt.seal.rollback:
+            tags["retoma.rollback"] = cut(attempt.seal.rollback.reason, TAG_CHARACTERS)
+    if outcome is not None:
+        tags.update(_outcome_tags(outcome))
+    tags[NOTE] = attempt_note(attempt, outcome)
     return tags
 
 
-def attempt_note(attempt: Attempt) -> str:
+def _outcome_tags(outcome: Outcome) -> dict[str, str]:
+    end = outcome.end
+    facts = {
+        "verdict": end.kind if end else None,
+        "verdict_by": end.by if end else None,
+        "silent_seconds": end.silent_seconds if end else None,
+        "stack": end.stack if end else None,
+        "last_step": outcome.step,
+        "next_token": outcome.next_token,
+        "next_restored": (outcome.restored or "nothing") if outcome.next_token else None,
+        "lost_steps": outcome.lost_steps,
+        "away_seconds": outcome.away_seconds,
+    }
+    return {f"retoma.{key}": cut(value, TAG_CHARACTERS) for key, value in facts.items() if value is not None}
+
+
+def attempt_note(attempt: Attempt, outcome: Outcome | None = None) -> str:
     """Markdown for the page of an attempt."""
     span = epoch_range(attempt)
     what = f"epochs {span[0]} up to {span[1]}" if span else "a part of the run"
@@ -156,6 +177,9 @@ def attempt_note(attempt: Attempt) -> str:
         lines.append(f"It resumed from checkpoint `{attempt.seal.head}` (an *input* below).")
     for skipped in attempt.seal.skipped if attempt.seal else ():
         lines.append(f"- skipped `{skipped.key}`: {skipped.reason}")
+    if outcome is not None and outcome.end is not None:
+        lines += ["", f"How it ended: {outcome.verdict}.", "", outcome.aftermath]
+        lines += ["", "```", outcome.end.stack, "```"] if outcome.end.stack else []
     return cut("\n".join(lines), TAG_CHARACTERS)
 
 

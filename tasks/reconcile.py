@@ -20,8 +20,10 @@ from infra.mlflow_text import NOTE, attempt_tags, run_note
 from tasks.verdict import Ended, left_out, outcome
 from training.checkpoint.collected import read_collected
 from training.checkpoint.document import digest
+from training.checkpoint.end import end_numbers
 from training.checkpoint.history import Lineage, read_lineage, sequences
 from training.checkpoint.manifest import Committed, manifest_key
+from training.checkpoint.outcomes import outcomes
 from training.checkpoint.store import Store
 from training.checkpoint.token import token_numbers
 from training.config import Frozen, JobConfig
@@ -184,7 +186,7 @@ class Reconciler:
 
     def _open_attempts(self, lineage: Lineage, started: Mapping[int, Mapping[str, Any]]) -> None:
         assert self._parent is not None  # noqa: S101  loaded before
-        runs = self._registry.runs
+        runs, ends = self._registry.runs, outcomes(lineage)
         for attempt in lineage.attempts:
             token = attempt.token
             if token not in self._attempts:
@@ -192,7 +194,7 @@ class Reconciler:
             facts = started.get(token, {}).items()  # plain ones, as `attempt_tags` takes them from the claim
             more = {f"retoma.{key}": str(value) for key, value in facts if isinstance(value, str | int | float)}
             record = runs.add_dataset(self._attempts[token], self._data)
-            self._attempts[token] = runs.update(record, {**more, **attempt_tags(attempt)})
+            self._attempts[token] = runs.update(record, {**more, **attempt_tags(attempt, ends[token])})
 
     def _register(self, committed: Committed) -> None:
         place = (committed.ref.token, committed.ref.sequence)
@@ -267,9 +269,10 @@ class Reconciler:
 
 
 def _fingerprint(store: Store) -> object:
-    """Changes with every claim, seal, commit and collection."""
+    """Changes with every claim, seal, end, commit and collection."""
     claims, seals = token_numbers(store)
     newest = max(claims | seals, default=0)
     older = max((token for token in seals if token < newest), default=0)  # of a claim without a seal
     collections = [key for key, _ in store.list("collected/")]
-    return sorted(claims), sorted(seals), sequences(store, newest), sequences(store, older), collections
+    commits = sequences(store, newest), sequences(store, older)
+    return sorted(claims), sorted(seals), end_numbers(store), commits, collections

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from infra.settings import Settings
 from training.checkpoint.history import Attempt, Lineage, head_ref, read_committed, read_lineage
 from training.checkpoint.manifest import Committed
+from training.checkpoint.outcomes import Outcome, outcomes
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import MARKER_KEY, Claim, read_claim, token_numbers
 from training.config import Frozen, JobConfig
@@ -120,10 +121,10 @@ def checkpoint_row(committed: Committed, attempts: dict[int, Attempt]) -> dict[s
     }
 
 
-def attempt_row(attempt: Attempt) -> dict[str, Any]:
-    """What is shown of one token: who claimed it, what it restored, what it had to skip."""
+def attempt_row(attempt: Attempt, outcome: Outcome) -> dict[str, Any]:
+    """What is shown of one token: who claimed it, what it restored and had to skip, how it ended, what followed."""
     who = attempt.claim.who if attempt.claim else {}
-    seal = attempt.seal
+    seal, end = attempt.seal, attempt.end
     return {
         "token": attempt.token,
         "range": who.get("range"),
@@ -136,7 +137,40 @@ def attempt_row(attempt: Attempt) -> dict[str, Any]:
         "restored": str(seal.head) if seal and seal.head else None,
         "skipped": [skipped.model_dump() for skipped in seal.skipped] if seal else [],
         "manifests": attempt.manifests,
+        "rollback": seal.rollback.model_dump() if seal and seal.rollback else None,
+        "verdict": end.kind if end else None,
+        "verdict_by": end.by if end else None,
+        "reason": end.reason if end else None,
+        "silent_seconds": end.silent_seconds if end else None,
+        "stack": end.stack if end else None,
+        "ended": end.created if end else None,
+        "last_step": outcome.step,
+        "next_token": outcome.next_token,
+        "next_restored": str(outcome.restored) if outcome.restored else None,
+        "next_restored_step": outcome.restored_step,
+        "lost_steps": outcome.lost_steps,
+        "away_seconds": outcome.away_seconds,
     }
+
+
+def attempt_rows(lineage: Lineage) -> list[dict[str, Any]]:
+    """One for each token, oldest first."""
+    ends = outcomes(lineage)
+    return [attempt_row(attempt, ends[attempt.token]) for attempt in lineage.attempts]
+
+
+def attempts_text(lineage: Lineage) -> str:
+    """Markdown: a table of all attempts, for the orchestrator's pages."""
+    ends = outcomes(lineage)
+    lines = ["| token | attempt | started from | how it ended | what followed |", "|---|---|---|---|---|"]
+    for attempt in lineage.attempts:
+        who = attempt.claim.who if attempt.claim else {}
+        number = f"{who['attempt']}.{who.get('try', 1)}" if "attempt" in who else ""
+        start = str(attempt.seal.head or "the beginning") if attempt.seal else "died before it restored"
+        ended = ends[attempt.token]
+        cells = (str(attempt.token), number, start, ended.verdict, ended.aftermath)
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines)
 
 
 def _newest_claim(store: Store) -> Claim | None:

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from infra.mlflow_runs import RunStatus
 from infra.mlflow_text import epoch_range, milliseconds
+from training.checkpoint.end import DONE
 from training.checkpoint.history import Attempt
 from training.checkpoint.manifest import Committed
+from training.errors import Fenced, Preempted, Unavailable
 
 Place = tuple[int, int]
 
@@ -35,8 +37,20 @@ def left_out(place: Place, attempts: Iterable[Attempt]) -> str | None:
     return None
 
 
+def status_of(kind: str) -> RunStatus:
+    """Status of an attempt's run by the kind of its end: killed is what was not its own fault."""
+    if kind == DONE:
+        return "FINISHED"
+    return "KILLED" if kind in (Fenced.__name__, Preempted.__name__, Unavailable.__name__) else "FAILED"
+
+
 def outcome(attempt: Attempt, known: Mapping[Place, Committed], *, superseded: bool) -> Ended:
-    """How an attempt ended whose supervisor could not tell: finished if its range is complete in the store."""
+    """How an attempt ended whose supervisor could not tell MLflow.
+
+    As its end says; without one, finished if its range is complete in the store.
+    """
+    if attempt.end is not None:
+        return Ended(status_of(attempt.end.kind), attempt.end.reason, milliseconds(attempt.end.created) or None)
     span = epoch_range(attempt)
     own = [c.manifest for (token, _), c in known.items() if token == attempt.token]
     reached = [manifest.position.epoch for manifest in own]
