@@ -20,7 +20,7 @@ import pytest
 from infra.settings import Settings
 from tasks.runs import find_run
 from tasks.tracking import registry_of
-from tests.end_to_end.conftest import JOB, SMALL, STEPS_PER_EPOCH
+from tests.conftest import JOB, SMALL, STEPS_PER_EPOCH
 from training.checkpoint.history import Lineage
 from training.checkpoint.manifest import Committed
 

@@ -1,4 +1,4 @@
-"""One real stack for all end-to-end tests: they stay on one worker of pytest-xdist and share it."""
+"""One real stack for all tests that need one: they stay on one worker of pytest-xdist and share it."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from infra.settings import Settings
 from infra.stack import down, up
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parent
 JOB = "training/jobs/mnist_cnn.yaml"
 STEPS_PER_EPOCH = 32
 SMALL = {
@@ -37,7 +37,8 @@ print(train_range(config, sys.argv[2], "straight", data_folder=Path(sys.argv[3])
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        names = getattr(item, "fixturenames", ())
+        if HERE / "end_to_end" in item.path.parents or "stack_settings" in names:
             item.add_marker(pytest.mark.end_to_end)
             item.add_marker(pytest.mark.xdist_group("stack"))
 
