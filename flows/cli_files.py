@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 from flows.cli_address import RUN_HELP, new_or_open, open_run, the_checkpoint
 from infra.settings import Settings, load_settings
-from tasks.supervise import ask
+from tasks.ask import ask
 from training.errors import Invalid
 
 _PROCESS = (sys.executable, "-m", "training.process")

@@ -55,7 +55,7 @@ class Progress(Frozen):
     stall_seconds: float | None = None
     checkpoints: int = 0
     failed_saves: int = 0  # of this attempt; training goes on after a few
-    beats: int = 0  # steps and saves heard of; a watcher sees by it whether there was any
+    beats: int = 0  # messages, and signs of life of their supervisor; a watcher sees by it whether there was any
     error: str | None = None
 
     @property
@@ -126,7 +126,7 @@ class Reporter:
         self._client: SyncPrefectClient | None = None  # kept: opening one costs 30 ms of a core
         self._artifact_id: UUID | None = None
         self._newest: Progress | None = None
-        self._beats_sent = -1
+        self._beats_sent = 0  # before the first message nothing is sent: whoever watches would count from then
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="retoma-beat", daemon=True)
@@ -176,7 +176,7 @@ class Reporter:
             self._changed.wait_for(lambda: self._closing, timeout=until - time.monotonic())
 
     def _send(self, progress: Progress) -> None:
-        if progress.beats != self._beats_sent:  # only progress makes a beat
+        if progress.beats != self._beats_sent:
             self._beats_sent = progress.beats
             self._emit_beat(progress)
         self._write_artifact(progress)

@@ -6,12 +6,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
-from training.errors import KINDS, RetomaError, Unavailable
+from training.errors import KINDS, Preempted, RetomaError, Unavailable
 from training.ports import Done, Failed
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+TIMER_LINE = "Timeout ("  # how faulthandler begins when its timer has run out
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Ending:
         done: its last word when all went well.
         failed: its last word when it knew what went wrong.
         killed_because: why we killed it; None if we did not.
+        silent_seconds: between its last sign of progress and our verdict, if silence was the reason.
+        stack: the newest calls of its main thread, if it hung.
         oom_kills: processes that the kernel killed for memory in our control group meanwhile.
         tail: the last lines that it printed.
     """
@@ -32,6 +36,8 @@ class Ending:
     done: Done | None = None
     failed: Failed | None = None
     killed_because: str | None = None
+    silent_seconds: float | None = None
+    stack: str | None = None
     oom_kills: int = 0
     tail: tuple[str, ...] = ()
 
@@ -44,13 +50,18 @@ class Ending:
             return None
         if self.failed is not None:
             return self._told(self.failed)
-        return Unavailable(f"training process {self.pid} {self.cause()}{self._last_words()}", hint=self._hint())
+        message = f"training process {self.pid} {self.cause()}{self._stack()}{self._last_words()}"
+        if self.returncode == -signal.SIGTERM:
+            return Preempted(message)
+        return Unavailable(message, hint=self._hint())
 
     def cause(self) -> str:
         """One clause: `was killed by SIGKILL (...)`, `ended with exit code 3`."""
         if self.killed_because is not None:
             return f"{self.killed_because} and was killed"
         if self.returncode >= 0:
+            if any(line.startswith(TIMER_LINE) for line in self.tail):
+                return "made no progress and was ended by its own timer"
             word = " without saying that it is done" if self.returncode == 0 else ""
             return f"ended with exit code {self.returncode}{word}"
         name = signal_name(-self.returncode)
@@ -66,14 +77,17 @@ class Ending:
             return failed.exception()
         return RetomaError(f"{failed.error}: {failed.message}{self._last_words()}", hint=failed.hint)
 
+    def _stack(self) -> str:
+        return f"\nits stack, the newest call first:\n{indent(self.stack, '  ')}" if self.stack else ""
+
     def _last_words(self) -> str:
         return "\nits last lines:\n  " + "\n  ".join(self.tail) if self.tail else ""
 
     def _hint(self) -> str | None:
         if self._out_of_memory():
             return "give the node more memory, or lower batch_size, loader_workers or checkpoint.encode_threads"
-        if self.killed_because is not None:
-            return "if a step, an evaluation or a save takes that long, raise supervisor.silence_seconds"
+        if self.silent_seconds is not None:
+            return "if it is honest work that takes so long, raise the limit in the supervisor section of the job"
         if self.returncode == -signal.SIGKILL:
             return "somebody, or the kernel for want of memory (see `dmesg`), killed it"
         return None

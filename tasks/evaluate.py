@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tasks.plan import START_SECONDS, Plan
-from tasks.supervise import ask
+from tasks.ask import ask
+from tasks.plan import Plan
 from training.checkpoint.manifest import Ref
 from training.config import Frozen
 
@@ -24,14 +24,12 @@ class Evaluation(Frozen):
 def evaluate(plan: Plan, root: Path) -> Evaluation:
     """Restore the run's newest checkpoint and evaluate it.
 
-    An evaluation in the training loop has to fit into `supervisor.silence_seconds`; here a restore and a start
-    come on top.
-
     Raises:
         Unavailable: it did not answer in time, or the store does not.
         Invalid, Corrupt: there is no checkpoint, or none that is whole.
     """
     folder = root / plan.data_version.path if plan.data_version else None
+    limits = plan.config.supervisor
     answer = ask(
         EVALUATE_COMMAND,
         {
@@ -40,7 +38,7 @@ def evaluate(plan: Plan, root: Path) -> Evaluation:
             "store_url": plan.store_url,
             "run": plan.run,
         },
-        timeout_seconds=2 * plan.config.supervisor.silence_seconds + START_SECONDS,
+        timeout_seconds=2 * limits.start_seconds + limits.evaluation_seconds,
         cwd=root,
     )
     return Evaluation.model_validate(answer)

@@ -16,16 +16,15 @@ import yaml
 from pydantic import ValidationError
 
 from infra.settings import Settings
+from tasks.ask import ask
 from tasks.data import DataVersion, ensure_data
 from tasks.order import RangeOrder
-from tasks.supervise import ask
 from training.checkpoint.history import Attempt, Lineage, read_lineage
 from training.checkpoint.store import Store, open_store
 from training.config import NAME_PATTERN, Frozen, JobConfig, differences, digest_of, load_config, parse_config
 from training.errors import Invalid
 
 CHECK_COMMAND = (sys.executable, "-m", "training.process", "--check")
-START_SECONDS = 60.0  # an interpreter with torch, on a busy machine
 
 
 class Preflight(Frozen):
@@ -109,7 +108,7 @@ def check_job(root: Path, config: JobConfig, data_folder: Path | None) -> Prefli
     answer = ask(
         CHECK_COMMAND,
         {"config": config.model_dump(mode="json"), "data_folder": str(data_folder) if data_folder else None},
-        timeout_seconds=config.supervisor.silence_seconds + START_SECONDS,
+        timeout_seconds=config.supervisor.start_seconds,
         cwd=root,
     )
     return Preflight.model_validate(answer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,24 +20,27 @@ import psutil
 
 from infra.beat import Progress
 from infra.mlflow_runs import RunStatus
+from tasks.budget import check_budget, may_roll_back
 from tasks.data import verify_data
 from tasks.departure import Departure, Leave
 from tasks.ending import Ending
+from tasks.hearing import Hearing
 from tasks.order import Publisher, RangeOrder, RangeResult, Registry, finished
 from tasks.supervise import TRAINING_COMMAND, Child
-from training.checkpoint.end import End, put_end
+from training.checkpoint.end import DONE, End, end_numbers, put_end
 from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import check_not_fenced, claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
-from training.ports import Beat, Done, Message, RangeSpec, Restored, Saved, SaveFailed
+from training.ports import Message, RangeSpec, Saved
 
-# The same again on any node, so another try would only cost time; Fenced: another attempt does the work.
-FINAL = (Invalid, Diverged, Fenced)
+# The same again on any node, so another try would only cost time; Fenced: another attempt does the work;
+# Preempted: this node is about to go.
+FINAL = (Invalid, Diverged, Fenced, Preempted)
 # Raised by the process, but about the machine: the same words twice do not prove a mistake in the job.
 MACHINE_ERRORS = ("AcceleratorError", "OutOfMemoryError", "DistBackendError", "OSError", "MemoryError")
-RESTART_SECONDS = 1.0
+PREDECESSORS = 16
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,6 @@ class RangeSupervisor:
     on_progress: Callable[[Progress], None]
     logger: logging.Logger | logging.LoggerAdapter[Any]
     command: Sequence[str] = TRAINING_COMMAND
-    sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
         order = self.order
@@ -65,7 +66,7 @@ class RangeSupervisor:
         self.best_step = 0  # of a committed checkpoint
         self.restarts_left = order.config.supervisor.restarts_in_place
         self.last_failure: tuple[str, str] | None = None
-        self.progress = Progress(
+        progress = Progress(
             run=order.run,
             start=order.start,
             stop=order.stop,
@@ -76,6 +77,12 @@ class RangeSupervisor:
             pid=os.getpid(),
             pid_started=psutil.Process().create_time(),
         )
+        self.hearing = Hearing(progress, self.on_progress, self.publisher, self.logger)
+
+    @property
+    def progress(self) -> Progress:
+        """Where the attempt stands."""
+        return self.hearing.progress
 
     def run(self) -> RangeResult:
         """Run the range to its end.
@@ -88,7 +95,7 @@ class RangeSupervisor:
         mark_run(self.store, self.order.run)
         prove_put_if_absent(self.store, self.order.run)
         if head := finished(self.store, self.order.run, self.order.stop):
-            self._report(phase="done")
+            self.hearing.report(phase="done")
             self.logger.info("epochs %s to %s are in the store already", self.order.start, self.order.stop)
             return RangeResult(checkpoint=head.ref, position=head.manifest.position, tries=0)
         data_folder = self._verify_data()
@@ -96,7 +103,7 @@ class RangeSupervisor:
         while True:
             ending = self._try(data_folder)
             if ending.done is not None:
-                self._report(phase="done")
+                self.hearing.report(phase="done")
                 return RangeResult(
                     checkpoint=ending.done.checkpoint, position=ending.done.position, tries=self.progress.tries
                 )
@@ -121,11 +128,11 @@ class RangeSupervisor:
             raise self.unwanted
         with suppress(Unavailable):
             if head := finished(self.store, self.order.run, self.order.stop):  # the last save was the end of it
-                self._report(phase="done")
+                self.hearing.report(phase="done")
                 return RangeResult(checkpoint=head.ref, position=head.manifest.position, tries=self.progress.tries)
         kept = self.progress.checkpoint or self.progress.restored or "nothing"
         error = Preempted(f"asked to leave ({why}); {kept} is committed", hint="another attempt goes on from there")
-        self._report(phase="preempted", error=error.message)
+        self.hearing.report(phase="preempted", error=error.message)
         with suppress(Unavailable):
             self.note_end(error)
         raise error
@@ -140,28 +147,32 @@ class RangeSupervisor:
         if self.child is not None:
             self.child.kill(why)
 
-    def note_end(self, error: RetomaError) -> None:
-        """Say in the store how this attempt ended, if it holds a token. Raises `Unavailable`."""
-        if self.token is not None:
-            put_end(
-                self.store,
-                End(
-                    run=self.order.run,
-                    token=self.token,
-                    kind=error.kind,
-                    reason=error.message,
-                    by="supervisor",
-                    epoch=self.progress.epoch,
-                    step=self.progress.step,
-                    created=datetime.now(UTC).isoformat(timespec="seconds"),
-                ),
-            )
+    def note_end(self, error: RetomaError | None, ending: Ending | None = None) -> None:
+        """Say in the store how this attempt ended, if it holds a token; None: it is done. Raises `Unavailable`."""
+        if self.token is None:
+            return
+        failed = ending.failed if ending else None
+        put_end(
+            self.store,
+            End(
+                run=self.order.run,
+                token=self.token,
+                kind=DONE if error is None else failed.error if failed else error.kind,
+                reason=error.message if error else "",
+                by="supervisor",
+                epoch=self.progress.epoch,
+                step=self.progress.step,
+                silent_seconds=ending.silent_seconds if ending else None,
+                stack=ending.stack if ending else None,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+            ),
+        )
 
     def _verify_data(self) -> Path | None:
         version = self.order.data_version
         if version is None:
             return None
-        self._report(phase="verifying data")
+        self.hearing.report(phase="verifying data")
         return verify_data(self.root, version)
 
     def _ask_registry(self) -> None:
@@ -194,7 +205,9 @@ class RangeSupervisor:
         self.token = None  # or the watch would take our own claim for another's
         token = claim(self.store, order.run, who, created=datetime.now(UTC).isoformat(timespec="seconds"))
         self.token = token
-        self._report(phase="restoring", token=token, tries=tries)
+        if tries == 1:
+            self._note_predecessors(token)
+        self.hearing.report(phase="restoring", token=token, tries=tries)
         self.publisher.attempt_started(token, order.start, order.stop, who)
         spec = RangeSpec(
             run=order.run,
@@ -212,7 +225,8 @@ class RangeSupervisor:
             spec.model_dump_json(),
             on_message=self._hear,
             show=lambda line: self.logger.info("| %s", line),
-            silence_seconds=order.config.supervisor.silence_seconds,
+            limits=order.config.supervisor,
+            vouch=self.hearing.vouch,
             cwd=self.root,
         )
         try:
@@ -221,7 +235,26 @@ class RangeSupervisor:
             self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {error!r}")
             raise
         self.publisher.attempt_ended(token, *_verdict(ending))
+        self._note_ending(ending)
         return ending
+
+    def _note_ending(self, ending: Ending) -> None:
+        """Say in the store how the training process ended. Its absence stops nothing."""
+        try:
+            self.note_end(self.unwanted or ending.error(), None if self.unwanted else ending)
+        except Unavailable as problem:
+            self.logger.warning("how token %s ended could not be noted: %s", self.token, problem.message)
+
+    def _note_predecessors(self, token: int) -> None:
+        """Attempts before ours that left no word died with their supervisors."""
+        older, known = token - 1, set(end_numbers(self.store))
+        while older > max(0, token - PREDECESSORS) and older not in known:
+            reason = f"its supervisor left no word; found by token {token}"
+            put_end(
+                self.store,
+                End(run=self.order.run, token=older, kind=Unavailable.__name__, reason=reason, by="successor"),
+            )
+            older -= 1
 
     def _who(self, tries: int) -> dict[str, Any]:
         """For people, and for finding a run's configuration before it has a checkpoint."""
@@ -237,78 +270,36 @@ class RangeSupervisor:
         }
 
     def _hear(self, message: Message) -> None:
-        """Turn what the process said into progress. A beat is only counted for steps and saves."""
-        beats = self.progress.beats + 1
-        if isinstance(message, Restored):
-            self.logger.info("token %s starts from %s", self.progress.token, message.checkpoint or "nothing")
-            for skipped in message.skipped:
-                self.logger.warning("skipped %s: %s", skipped.key, skipped.reason)
-            self._report(
-                phase="training",
-                error=None,  # what ended the try before is over
-                restored=str(message.checkpoint) if message.checkpoint else "nothing",
-                skipped=len(message.skipped),
-                total_steps=message.total_steps,
-                steps_per_epoch=message.steps_per_epoch,
-                epoch=message.position.epoch,
-                step=message.position.step,
-                beats=beats,
-            )
-        elif isinstance(message, Beat):
-            self._report(
-                epoch=message.position.epoch,
-                step=message.position.step,
-                loss=message.loss,
-                samples_per_second=message.samples_per_second,
-                beats=beats,
-            )
-        elif isinstance(message, Saved):
-            self._hear_saved(message, beats)
-        elif isinstance(message, SaveFailed):
-            self.logger.warning("save failed, %s in a row: %s", message.failures_in_a_row, message.message)
-            self._report(failed_saves=self.progress.failed_saves + 1)
-        elif isinstance(message, Done):
-            self.publisher.notify()
-            self._report(epoch=message.position.epoch, step=message.position.step, beats=beats)
-
-    def _hear_saved(self, message: Saved, beats: int) -> None:
-        self.publisher.notify()
-        self.expected = message.checkpoint
-        if message.position.step > self.best_step:
-            # What fails after new progress is a new failure. Each restart is paid for with committed steps, so
-            # this ends; a crash that comes back at the same step is not paid for.
-            self.best_step = message.position.step
-            self.restarts_left = self.order.config.supervisor.restarts_in_place
-            self.last_failure = None
-        self._report(
-            epoch=message.position.epoch,
-            step=message.position.step,
-            checkpoint=str(message.checkpoint),
-            checkpoint_kind=message.checkpoint_kind,
-            written_bytes=message.written_bytes,
-            state_bytes=message.state_bytes,
-            stall_seconds=message.stall_seconds,
-            checkpoints=self.progress.checkpoints + 1,
-            beats=beats,
-        )
+        self.hearing.hear(message)
+        if isinstance(message, Saved):
+            self.expected = message.checkpoint
+            if message.position.step > self.best_step:
+                # What fails after new progress is a new failure. Each restart is paid for with committed steps,
+                # so this ends; a crash that comes back at the same step is not paid for.
+                self.best_step = message.position.step
+                self.restarts_left = self.order.config.supervisor.restarts_in_place
+                self.last_failure = None
 
     def _restart_or_raise(self, ending: Ending) -> None:
         """Return to try again on this node; raise when that is over."""
         error = ending.error()
         if error is None:
             return
-        self._report(phase="failed", error=error.message)
+        self.hearing.report(phase="failed", error=error.message)
+        if isinstance(error, Diverged) and may_roll_back(self.store, self.order.config.health):
+            self.logger.warning("going on from before the trouble: %s", error.message)
+            return
         if isinstance(error, FINAL):
             raise error
         if self._is_repeated(ending):
             raise type(error)(f"twice the same without progress: {error.message}", **error.fields()) from error
         if self.restarts_left <= 0:
-            if isinstance(error, Unavailable | Preempted):
+            if isinstance(error, Unavailable):
                 raise error
             raise Unavailable(error.message, hint=error.hint, run=self.order.run) from error
+        check_budget(self.store, self.order)
         self.restarts_left -= 1
         self.logger.warning("restarting in place: %s", error.message)
-        self.sleep(RESTART_SECONDS)
 
     def _is_repeated(self, ending: Ending) -> bool:
         """Whether the job itself failed with the same words as in the try before."""
@@ -319,10 +310,6 @@ class RangeSupervisor:
         failure = (failed.error, failed.message)
         repeated, self.last_failure = failure == self.last_failure, failure
         return repeated
-
-    def _report(self, **fields: Any) -> None:
-        self.progress = self.progress.model_copy(update=fields)
-        self.on_progress(self.progress)
 
 
 def _verdict(ending: Ending) -> tuple[RunStatus, str]:

@@ -7,7 +7,6 @@ signal. The last follows the *thread* that started it, so call `Child.run` from 
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
@@ -15,22 +14,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import psutil
 from pydantic import ValidationError
 
 from tasks.ending import Ending, count_oom_kills, oom_kill_files
 from tasks.relay import LineSplitter, Relay
-from training.errors import Corrupt, RetomaError, Unavailable
+from tasks.silence import Silence
+from tasks.stack import main_stack
+from training.config import SupervisorConfig
+from training.errors import Unavailable
+from training.guard import STOP_WORD
 from training.ports import Done, Failed, Message, decode_message
 
 TRAINING_COMMAND = (sys.executable, "-m", "training.process")
 TICK_SECONDS = 0.1
-# A pause of our own loop that only a frozen machine or process explains; the child's silence then proves nothing.
-FROZEN_SECONDS = 5.0
-GRACE_SECONDS = 5.0
+VOUCH_SECONDS = 2.0
+STACK_SECONDS = 0.5
+KILL_SECONDS = 10.0
 READ_BYTES = 1 << 16
 
 
@@ -38,13 +42,16 @@ class Child:
     """One training process.
 
     Args:
-        command: what to start; `--messages FD` is added, unless `answers_on_stdout`.
+        command: what to start; `--messages FD` is added.
         request: one line of JSON for its standard input, which stays open as long as we live.
         on_message: called for each message, in the thread of `run`. Must be quick.
         show: receives a line of its output, at a bounded rate.
-        silence_seconds: without a message for this long it is killed. Lines that it prints do not count.
-        grace_seconds: from SIGTERM to SIGKILL when we are told to stop.
+        limits: the silences that it is allowed. Lines that it prints do not count.
+        vouch: called every few seconds with what it has announced, if anything, while it is within its limits.
         clock: seconds, monotonic.
+
+    Attributes:
+        ending: how it ended, also when `run` raises.
     """
 
     def __init__(
@@ -54,8 +61,8 @@ class Child:
         *,
         on_message: Callable[[Message], None],
         show: Callable[[str], None],
-        silence_seconds: float,
-        grace_seconds: float = GRACE_SECONDS,
+        limits: SupervisorConfig,
+        vouch: Callable[[str | None], None] = lambda _: None,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,8 +70,8 @@ class Child:
         self._command = command
         self._request = request
         self._on_message = on_message
-        self._silence_seconds = silence_seconds
-        self._grace_seconds = grace_seconds
+        self._limits, self._vouch = limits, vouch
+        self._silence = Silence(limits, clock)
         self._cwd, self._environment = cwd, environment
         self._clock = clock
         self._relay = Relay(show, clock=clock)
@@ -72,6 +79,10 @@ class Child:
         self._done: Done | None = None
         self._failed: Failed | None = None
         self._garbage_lines = 0
+        self._oom_files = oom_kill_files()
+        self._silent_seconds: float | None = None
+        self._stack: list[str] | None = None  # what it prints is its stack
+        self.ending: Ending | None = None
         self._group: int | None = None  # only as long as the number cannot belong to another
         self._because: str | None = None
 
@@ -85,33 +96,35 @@ class Child:
 
     def run(self) -> Ending:
         """Start it and return how it ended. Whatever is raised here, a signal included, it is dead afterwards."""
-        files = oom_kill_files()
-        kills_before = count_oom_kills(files)
         with self._started() as process:
             try:
-                self._last_message = self._last_tick = self._clock()
-                while not has_exited(process.pid):
-                    self._pump(TICK_SECONDS)
-                    if self._is_silent():
-                        self._because = f"said nothing for {self._silence_seconds:g} s"
-                        break
+                self._supervise(process)
             except BaseException:
                 self._stop(process)
                 raise
-            finally:
-                self._end(process)
-        return Ending(
-            pid=process.pid,
-            returncode=process.returncode,
-            done=self._done,
-            failed=self._failed,
-            killed_because=self._because,
-            oom_kills=count_oom_kills(files) - kills_before,
-            tail=self._relay.tail,
-        )
+        assert self.ending is not None  # noqa: S101 - it is told when the process has ended
+        return self.ending
+
+    def _supervise(self, process: subprocess.Popen[bytes]) -> None:
+        """Listen until it ends, or until its silence is longer than it may be."""
+        known = psutil.Process(process.pid)
+        self._silence = Silence(self._limits, self._clock)
+        vouched = self._clock()
+        while not has_exited(process.pid):
+            self._pump(TICK_SECONDS)
+            status = _status_of(known)
+            if verdict := self._silence.verdict(status):
+                self._silent_seconds, self._because = self._silence.seconds, self._because or verdict
+                if status != psutil.STATUS_STOPPED and self._silence.has_spoken:
+                    self._ask_for_stack(process)
+                return
+            if self._silence.has_spoken and self._clock() - vouched >= VOUCH_SECONDS:
+                vouched = self._clock()
+                self._vouch(self._silence.pause)
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
+        self._oom_kills = -count_oom_kills(self._oom_files)
         reading, writing = os.pipe()
         try:
             process = subprocess.Popen(
@@ -131,15 +144,18 @@ class Child:
             raise
         finally:
             os.close(writing)
-        with (
-            os.fdopen(reading, "rb") as messages,
-            process,
-            selectors.DefaultSelector() as self._selector,
-        ):
-            self._listen(messages, self._take_message)
-            self._listen(process.stdout, self._relay.line)
-            self._send(process)
-            yield process
+        with ExitStack() as pipes:
+            messages = pipes.enter_context(os.fdopen(reading, "rb"))
+            for pipe in (process.stdin, process.stdout):
+                pipes.enter_context(pipe or nullcontext())
+            self._selector = pipes.enter_context(selectors.DefaultSelector())
+            try:
+                self._listen(messages, self._take_message)
+                self._listen(process.stdout, self._take_line)
+                self._send(process)
+                yield process
+            finally:
+                self._end(process)
 
     def _send(self, process: subprocess.Popen[bytes]) -> None:
         rest = memoryview(self._request.encode() + b"\n")
@@ -174,24 +190,27 @@ class Child:
             if self._garbage_lines == 1:
                 self._show(f"ignored a line that is no message: {line[:200]!r}")
             return
-        self._last_message = self._clock()
+        self._silence.hear(message)
         if isinstance(message, Done):
             self._done = message
         elif isinstance(message, Failed):
             self._failed = message
         self._on_message(message)
 
-    def _is_silent(self) -> bool:
-        now = self._clock()
-        if now - self._last_tick > FROZEN_SECONDS + TICK_SECONDS:
-            self._last_message = now  # we slept ourselves, perhaps together with it
-        self._last_tick = now
-        return now - self._last_message > self._silence_seconds
+    def _ask_for_stack(self, process: subprocess.Popen[bytes]) -> None:
+        """Take what it prints at the signal for its stack. That comes at once, or, out of the kernel, never."""
+        self._stack = []
+        process.send_signal(signal.SIGUSR2)
+        deadline = self._clock() + STACK_SECONDS
+        while self._clock() < deadline and (self._pump(TICK_SECONDS) or not self._stack):
+            pass
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Ask it to leave, and listen while it does: it may commit what it has."""
-        process.send_signal(signal.SIGTERM)
-        deadline = self._clock() + self._grace_seconds
+        with suppress(OSError):
+            if process.stdin:  # where no shell in between swallows the wish, as it would a signal
+                os.write(process.stdin.fileno(), STOP_WORD + b"\n")
+        deadline = self._clock() + self._limits.grace_seconds
         while not has_exited(process.pid) and self._clock() < deadline:
             self._pump(TICK_SECONDS)
 
@@ -200,67 +219,42 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         self._group = None
-        process.wait()
+        try:
+            process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise Unavailable(
+                f"training process {process.pid} does not even end by SIGKILL",
+                hint="a disk or a device of this node does not answer: take the node out of the pool",
+            ) from error
         while self._pump(0):
             pass
         self._relay.close()
+        self._oom_kills += count_oom_kills(self._oom_files)
+        self.ending = Ending(
+            pid=process.pid,
+            returncode=process.returncode,
+            done=self._done,
+            failed=self._failed,
+            killed_because=self._because,
+            silent_seconds=self._silent_seconds,
+            stack=main_stack(self._stack or ()),
+            oom_kills=self._oom_kills,
+            tail=self._relay.tail,
+        )
+
+    def _take_line(self, line: bytes) -> None:
+        if self._stack is not None:
+            self._stack.append(line.decode("utf-8", "replace"))
+        self._relay.line(line)
+
+
+def _status_of(process: psutil.Process) -> str | None:
+    try:
+        return str(process.status())
+    except psutil.Error:
+        return None
 
 
 def has_exited(pid: int) -> bool:
     """Whether a child has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
-def ask(
-    command: Sequence[str],
-    request: Mapping[str, Any],
-    *,
-    timeout_seconds: float,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Start a process that reads one JSON line, answers with one JSON line on standard output, and ends.
-
-    Raises:
-        RetomaError: what the process failed with.
-        Unavailable: it died, or did not answer in time.
-        Corrupt: the answer is no JSON object.
-    """
-    try:
-        done = subprocess.run(
-            list(command),
-            input=(json.dumps(request) + "\n").encode(),
-            capture_output=True,
-            timeout=timeout_seconds,
-            cwd=cwd,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(
-            f"{' '.join(command[1:])} did not answer within {timeout_seconds:g} s",
-            hint="raise supervisor.silence_seconds if it really takes so long",
-        ) from error
-    said = done.stderr.decode("utf-8", "replace").splitlines()
-    answers = [line for line in done.stdout.splitlines() if line.strip()]
-    answer = answers[-1] if answers else b""
-    if failure := _failure(answer, done.returncode, said):
-        raise failure
-    if done.returncode != 0:
-        cause = Ending(pid=0, returncode=done.returncode).cause()
-        raise Unavailable(f"{' '.join(command[1:])} {cause}:\n" + "\n".join(said[-15:]))
-    try:
-        value = json.loads(answer)
-    except ValueError as error:
-        raise Corrupt(f"{' '.join(command[1:])} answered {answer[:200]!r}") from error
-    if not isinstance(value, dict):
-        raise Corrupt(f"{' '.join(command[1:])} answered {answer[:200]!r}")
-    return value
-
-
-def _failure(answer: bytes, returncode: int, said: list[str]) -> RetomaError | None:
-    with suppress(ValidationError):
-        message = decode_message(answer)
-        if isinstance(message, Failed):
-            return Ending(pid=0, returncode=returncode, failed=message, tail=tuple(said[-15:])).error()
-    return None
