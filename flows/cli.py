@@ -12,7 +12,7 @@ from collections.abc import Callable
 import typer
 from rich.console import Console
 
-from flows import cli_care, cli_files, cli_gc, cli_show, cli_stack, cli_train
+from flows import cli_care, cli_drill, cli_files, cli_gc, cli_show, cli_stack, cli_train
 from training.errors import KINDS, RetomaError
 
 EXIT_CODES = "\n\n".join(
@@ -52,6 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "status": cli_stack.status,
     "env": cli_stack.env,
     "deploy": cli_stack.deploy,
+    "drill": cli_drill.drill,
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)

@@ -1,0 +1,89 @@
+"""The verdict on a drill: what must hold after any fault, and what must hold after this one."""
+
+from __future__ import annotations
+
+from tasks.drill.measures import began, interval_steps, trials
+from tasks.drill.recording import Recording
+from training.config import Frozen
+
+# The drill itself has destroyed a checkpoint: falling back further than one interval is what must happen.
+DAMAGING = ("corrupt-object",)
+WAKE_SECONDS = 2.0
+
+
+class Check(Frozen):
+    """One thing that must hold. `detail` says what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def judge(recording: Recording) -> list[Check]:
+    """All checks; the drill has passed when all have."""
+    checks = [_completed(recording), _same_bits(recording), *_recovered(recording), _lost(recording)]
+    checks += [_history(recording), _fenced(recording), _registered(recording)]
+    checks.append(Check(name="nothing left", passed=not recording.orphans, detail=_list(recording.orphans)))
+    if recording.failures:
+        checks.append(Check(name="drill", passed=False, detail=_list(recording.failures)))
+    return checks
+
+
+def _completed(recording: Recording) -> Check:
+    detail = recording.outcome + (f": {recording.message}" if recording.message else "")
+    return Check(name="run completed", passed=recording.outcome == "COMPLETED", detail=detail)
+
+
+def _same_bits(recording: Recording) -> Check:
+    same = recording.digest is not None and recording.digest == recording.straight_digest
+    detail = recording.digest or "no checkpoint"
+    if not same:
+        detail += f", the straight run has {recording.straight_digest}"
+    return Check(name="bit for bit the straight run", passed=same, detail=detail)
+
+
+def _recovered(recording: Recording) -> list[Check]:
+    """After each fault there was a step again, or for a parent: another parent."""
+    missing = [trial for trial in trials(recording) if trial.recovery_seconds is None]
+    where = _list(tuple(f"{trial.fault} at {trial.at - began(recording):.1f} s" for trial in missing))
+    checks = [Check(name="training went on after each fault", passed=not missing, detail=where)]
+    if not recording.injected:
+        checks.append(Check(name="faults were injected", passed=False, detail="none"))
+    return checks
+
+
+def _lost(recording: Recording) -> Check:
+    allowed = interval_steps(recording)
+    measured = [t for t in trials(recording) if t.steps_lost is not None and t.fault not in DAMAGING]
+    worst = max((trial.steps_lost or 0 for trial in measured), default=0)
+    detail = f"at most {worst} lost, {allowed} allowed (a checkpoint each {recording.interval_steps})"
+    return Check(name="steps lost", passed=worst <= allowed, detail=detail)
+
+
+def _history(recording: Recording) -> Check:
+    """Damage that was done must be named in a seal; damage that was not must not be there."""
+    if any(fault.fault in DAMAGING for fault in recording.injected):
+        named = [reason for seen in recording.tokens for reason in seen.skipped]
+        return Check(name="damage was found and named", passed=bool(named), detail=_list(tuple(named)))
+    return Check(name="history is sound", passed=not recording.problems, detail=_list(recording.problems))
+
+
+def _fenced(recording: Recording) -> Check:
+    """No attempt has committed anything after a later one had sealed, unless the seal made it void."""
+    late = []
+    for commit in recording.commits:
+        seals = [s.sealed for s in recording.tokens if s.token > commit.token and s.sealed is not None]
+        if not commit.void and seals and commit.at > min(seals) + WAKE_SECONDS:
+            late.append(f"{commit.token:06d}/{commit.sequence:08d}")
+    return Check(name="no commit after a takeover", passed=not late, detail=_list(tuple(late)))
+
+
+def _registered(recording: Recording) -> Check:
+    missing = recording.unregistered
+    detail = "not looked at" if missing is None else _list(missing)
+    return Check(name="MLflow has every checkpoint", passed=not missing, detail=detail)
+
+
+def _list(items: tuple[str, ...]) -> str:
+    shown = "; ".join(items[:5])
+    return shown + (f"; and {len(items) - 5} more" if len(items) > 5 else "")

@@ -1,0 +1,162 @@
+"""Gathers what is left when a training is over: the store's history, Prefect's journal, MLflow, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from tasks.drill.recording import CommitSeen, Injected, Recording, TokenSeen
+from tasks.drill.scene import Scene
+from tasks.tracking import registry_of
+from training.checkpoint.end import end_key, read_ends
+from training.checkpoint.history import Lineage, read_committed, read_lineage, sequences
+from training.checkpoint.store import Store
+from training.checkpoint.token import claim_key, seal_key
+from training.config import CheckpointConfig
+from training.errors import Corrupt, RetomaError
+
+if TYPE_CHECKING:
+    from tasks.drill.session import Session
+
+ORPHAN_SECONDS = 5.0  # the last processes may still be leaving
+Steps = dict[int, tuple[float, ...]]
+
+
+def collect(
+    scene: Scene,
+    session: Session,
+    started: float,
+    hurried: float | None,
+    faults: tuple[Injected, ...],
+    straight_digest: str,
+) -> Recording:
+    """The recording of a training that is over."""
+    lineage = read_lineage(scene.store)
+    steps = scene.observer.steps()
+    head = lineage.head.manifest if lineage.head else None
+    states = tuple(scene.journal.states())
+    parents = [change for change in states if change.parent]
+    return Recording(
+        scenario=session.scenario,
+        run=session.run,
+        started=started,
+        ended=time.time(),
+        hurried=hurried,
+        interval_steps=_interval(session.job.config.checkpoint, lineage),
+        injected=faults,
+        tokens=tuple(_tokens(scene, lineage, steps)),
+        commits=tuple(_commits(scene, lineage)),
+        steps=steps,
+        states=states,
+        outcome=parents[-1].state if parents else "not started",
+        message=parents[-1].message if parents else "",
+        digest=head.state_digest if head and head.position.epoch >= session.job.config.epochs else None,
+        straight_digest=straight_digest,
+        problems=tuple(f"{problem.key}: {problem.reason}" for problem in lineage.problems),
+        unregistered=_unregistered(scene, lineage),
+        orphans=tuple(_orphans(steps)),
+        failures=tuple(scene.failures),
+    )
+
+
+def _interval(config: CheckpointConfig, lineage: Lineage) -> int:
+    """Steps between saves: as configured, else the largest distance in the chain."""
+    if isinstance(config.every_steps, int) and config.every_steps and config.every_seconds is None:
+        return config.every_steps
+    at = [0, *(committed.manifest.position.step for committed in lineage.chain)]
+    return max((after - before for before, after in itertools.pairwise(at)), default=0)
+
+
+def _tokens(scene: Scene, lineage: Lineage, steps: Steps) -> list[TokenSeen]:
+    seen, ends = scene.observer.seen, read_ends(scene.store)
+    claims = scene.observer.claims()
+    found = []
+    for attempt in lineage.attempts:
+        token = attempt.token
+        who = attempt.claim.who if attempt.claim else {}
+        end = ends.get(token)
+        found.append(
+            TokenSeen(
+                token=token,
+                claimed=seen.get(claim_key(token), 0.0),
+                sealed=seen.get(seal_key(token)),
+                start_step=_start_step(scene.store, attempt.seal),
+                flow_run_id=who.get("flow_run_id"),
+                pid=_pid(token, claims, steps),
+                ended=seen.get(end_key(token)),
+                ended_kind=end.kind if end else "",
+                ended_by=end.by if end else "",
+                reason=end.reason if end else "",
+                skipped=tuple(f"{s.key}: {s.reason}" for s in attempt.seal.skipped) if attempt.seal else (),
+            )
+        )
+    return found
+
+
+def _start_step(store: Store, seal: Any) -> int | None:
+    if seal is None:
+        return None
+    if seal.head is None:
+        return 0
+    with contextlib.suppress(Corrupt):
+        return read_committed(store, seal.head.token, seal.head.sequence).manifest.position.step
+    return None
+
+
+def _pid(token: int, claims: dict[int, float], steps: Steps) -> int | None:
+    """The process whose first step came after this claim and before any other: torch takes seconds to load."""
+    for pid, times in steps.items():
+        before = [number for number, at in claims.items() if times and at < times[0]]
+        if before and max(before) == token:
+            return pid
+    return None
+
+
+def _commits(scene: Scene, lineage: Lineage) -> list[CommitSeen]:
+    kept = {(committed.ref.token, committed.ref.sequence) for committed in lineage.chain}
+    seen = scene.observer.seen
+    found = []
+    for attempt in lineage.attempts:
+        for sequence in sequences(scene.store, attempt.token):
+            with contextlib.suppress(Corrupt):
+                manifest = read_committed(scene.store, attempt.token, sequence).manifest
+                found.append(
+                    CommitSeen(
+                        token=attempt.token,
+                        sequence=sequence,
+                        step=manifest.position.step,
+                        kind=manifest.kind,
+                        at=seen.get(manifest.key, 0.0),
+                        save_seconds=manifest.costs.save_seconds,
+                        void=(attempt.token, sequence) not in kept,
+                    )
+                )
+    return found
+
+
+def _unregistered(scene: Scene, lineage: Lineage) -> tuple[str, ...] | None:
+    try:
+        there = registry_of(scene.rig.settings).checkpoints.all(scene.run)
+    except RetomaError as error:
+        return (f"MLflow does not tell: {error.message}",)
+    refs = [committed.ref for committed in lineage.chain]
+    return tuple(str(ref) for ref in refs if (ref.token, ref.sequence) not in there)
+
+
+def _orphans(steps: Steps) -> list[str]:
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while (left := [pid for pid in steps if _trains(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [f"training process {pid}" for pid in left]
+
+
+def _trains(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return "training.process" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

@@ -1,0 +1,188 @@
+"""What follows from a recording: detection, recovery and loss of each fault, and goodput. Pure arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from statistics import median
+
+from tasks.drill.recording import Injected, Recording, StateSeen, TokenSeen
+from training.config import Frozen
+
+CALM_STATES = ("SCHEDULED", "PENDING", "RUNNING")
+DEFAULT_STEP_SECONDS = 0.1  # of a recording that has no two steps
+
+
+class Trial(Frozen):
+    """One fault and what came of it. Seconds from the fault; None: it did not happen.
+
+    Attributes:
+        verdict_seconds: until somebody said that the attempt is over; `by` says who.
+        claim_seconds: until the next token was claimed.
+        restore_seconds: until that attempt had restored and sealed.
+        recovery_seconds: until its first trained step. Without a new token: the longest time without a step.
+        steps_lost: that had been trained, and were trained again.
+    """
+
+    fault: str
+    at: float
+    token: int | None
+    verdict_seconds: float | None = None
+    by: str = ""
+    claim_seconds: float | None = None
+    restore_seconds: float | None = None
+    recovery_seconds: float | None = None
+    steps_lost: int | None = None
+    next_token: int | None = None
+    until_seconds: float | None = None
+    detail: str = ""
+
+
+def trials(recording: Recording) -> list[Trial]:
+    """One for each fault, in order. A fault is answered for until the next one comes."""
+    faults = recording.injected
+    ends = [fault.at for fault in faults[1:]] + [recording.hurried or recording.ended]
+    return [_trial(recording, fault, end) for fault, end in zip(faults, ends, strict=True)]
+
+
+def began(recording: Recording) -> float:
+    """The first claim, or a fault before it: where the time of people begins."""
+    times = [seen.claimed for seen in recording.tokens] + [fault.at for fault in recording.injected]
+    return min(times, default=recording.started)
+
+
+def step_seconds(recording: Recording) -> float:
+    """Median time of a step."""
+    gaps = [after - before for times in recording.steps.values() for before, after in _pairs(times)]
+    return median(gaps) if gaps else DEFAULT_STEP_SECONDS
+
+
+def interval_steps(recording: Recording) -> int:
+    """Most steps that a fault may cost: one interval, and what was trained while the save before was in flight.
+
+    A save is safe from the optimizer at once, but is a checkpoint only when it is committed. As long as that takes
+    less than a step, it is the interval.
+    """
+    longest = max((commit.save_seconds for commit in recording.commits), default=0.0)
+    return recording.interval_steps + math.ceil(longest / step_seconds(recording))
+
+
+def goodput(recording: Recording) -> float | None:
+    """Time that was spent on steps that lasted, over wall time from the first step to the last.
+
+    Evaluation and saves between two steps are a part of the steps' time. None without steps.
+    """
+    usual = step_seconds(recording)
+    until = recording.hurried or recording.ended
+    times = {pid: [at for at in steps if at <= until] for pid, steps in recording.steps.items()}
+    every = [at for steps in times.values() for at in steps]
+    if not every:
+        return None
+    useful = 0.0
+    for seen in recording.tokens:
+        own = times.get(seen.pid or 0, [])[: useful_steps(recording, seen)]
+        useful += own[-1] - own[0] + usual if own else 0.0
+    return useful / (max(every) - min(every) + usual)
+
+
+def useful_steps(recording: Recording, seen: TokenSeen) -> int:
+    """How many of an attempt's steps were not trained again by a later one."""
+    own = len(recording.steps.get(seen.pid or 0, ()))
+    later = [other.start_step for other in recording.tokens if other.token > seen.token]
+    starts = [start for start in later if start is not None]
+    return own if not starts else max(0, min(own, min(starts) - (seen.start_step or 0)))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of all values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _trial(recording: Recording, fault: Injected, end: float) -> Trial:
+    found = Trial(
+        fault=fault.fault,
+        at=fault.at,
+        token=fault.token,
+        detail=fault.detail,
+        until_seconds=fault.until - fault.at if fault.until is not None else None,
+    )
+    if fault.token is None:
+        return found.model_copy(update=_parent_fields(recording, fault, end))
+    following = [seen for seen in recording.tokens if seen.token > fault.token and fault.at < seen.claimed < end]
+    verdict = _verdict(recording, fault, end, following)
+    fields: dict[str, object] = {}
+    if verdict is not None:
+        fields |= {"verdict_seconds": verdict[0] - fault.at, "by": verdict[1]}
+    if not following:
+        return found.model_copy(update=fields | _tolerated(recording, fault, end))
+    fields["claim_seconds"] = following[0].claimed - fault.at
+    for seen in following:
+        steps = recording.steps.get(seen.pid or 0, ())
+        if seen.pid in (None, fault.pid) or not steps:
+            continue  # died before its first step: the one after it has recovered
+        fields |= {
+            "next_token": seen.token,
+            "restore_seconds": seen.sealed - fault.at if seen.sealed is not None else None,
+            "recovery_seconds": steps[0] - fault.at,
+            "steps_lost": _lost(recording, fault, seen),
+        }
+        break
+    return found.model_copy(update=fields)
+
+
+def _verdict(
+    recording: Recording, fault: Injected, end: float, following: list[TokenSeen]
+) -> tuple[float, str] | None:
+    """When the attempt that was hit was given up, and by whom; whatever shows it first."""
+    signs = [(seen.claimed, "next claim") for seen in following[:1]]
+    signs += [
+        (change.at, f"Prefect: {change.state.lower()}")
+        for change in recording.states
+        if change.flow_run_id == fault.flow_run_id and change.state not in CALM_STATES
+    ]
+    signs += [
+        (seen.ended, seen.ended_by)
+        for seen in recording.tokens
+        if seen.token == fault.token and seen.ended is not None
+    ]
+    return min((sign for sign in signs if fault.at <= sign[0] < end), default=None)
+
+
+def _lost(recording: Recording, fault: Injected, seen: TokenSeen) -> int | None:
+    """Steps of the victim until the next claim, less those that were restored. Later ones are nobody's loss."""
+    victim = next((other for other in recording.tokens if other.token == fault.token), None)
+    if victim is None or seen.start_step is None:
+        return None
+    until = next(other.claimed for other in recording.tokens if other.token > victim.token)
+    done = sum(at <= until for at in recording.steps.get(fault.pid or 0, ()))
+    return max(0, (victim.start_step or 0) + done - seen.start_step)
+
+
+def _tolerated(recording: Recording, fault: Injected, end: float) -> dict[str, object]:
+    """Nobody took over: how long training stood still."""
+    steps = [at for at in recording.steps.get(fault.pid or 0, ()) if at < end]
+    before = [at for at in steps if at <= fault.at][-1:]
+    after = [at for at in steps if at > fault.at]
+    gaps = [later - earlier for earlier, later in _pairs((*before, *after))]
+    return {"recovery_seconds": max(gaps) if gaps else None, "steps_lost": 0 if after else None}
+
+
+def _parent_fields(recording: Recording, fault: Injected, end: float) -> dict[str, object]:
+    """The parent was hit: its end in Prefect, and the next parent that runs."""
+
+    def first(states: list[StateSeen]) -> float | None:
+        return min((change.at for change in states if fault.at <= change.at < end), default=None)
+
+    parents = [change for change in recording.states if change.parent]
+    ended = first([c for c in parents if c.flow_run_id == fault.flow_run_id and c.state not in CALM_STATES])
+    running = first([c for c in parents if c.flow_run_id != fault.flow_run_id and c.state == "RUNNING"])
+    return {
+        "verdict_seconds": ended - fault.at if ended is not None else None,
+        "by": "Prefect" if ended is not None else "",
+        "recovery_seconds": running - fault.at if running is not None else None,
+        "steps_lost": 0,
+    }
+
+
+def _pairs(times: tuple[float, ...]) -> list[tuple[float, float]]:
+    return list(itertools.pairwise(times))

@@ -1,0 +1,106 @@
+"""What a fault can lay hands on: the attempt that trains now, its processes, its node, its store."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from tasks.drill.journal import Journal
+from tasks.drill.observer import Observer
+from tasks.drill.rig import Node, Rig
+from training.checkpoint.store import Store
+from training.checkpoint.token import read_claim
+from training.errors import Corrupt, Unavailable
+
+POLL_SECONDS = 0.03
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Victim:
+    """One attempt, alive."""
+
+    token: int
+    flow_run_id: str
+    supervisor: psutil.Process
+    training: psutil.Process
+    node: Node | None
+
+
+@dataclass
+class Scene:
+    """One training under way."""
+
+    rig: Rig
+    run: str
+    store: Store
+    journal: Journal
+    observer: Observer
+    rng: random.Random
+    parent_pid: Callable[[], int]
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def orders(self) -> Path:
+        """Folder of orders to the drilled job."""
+        folder = self.rig.folder / self.run / "orders"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def victim(self, timeout_seconds: float = 150.0) -> Victim:
+        """The attempt that trains now, and has committed something under its own token.
+
+        Raises:
+            Unavailable: there is none in time, or the training is over.
+        """
+        return self.wait_for(self._victim, timeout_seconds, "an attempt that trains and has committed something")
+
+    def wait_for(self, look: Callable[[], T | None], timeout_seconds: float, what: str) -> T:
+        """Look until there is something.
+
+        Raises:
+            Unavailable: it did not happen in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while (found := look()) is None:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{what}: did not happen within {timeout_seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def steps_of(self, process: psutil.Process) -> int:
+        """Steps that a training process has made."""
+        return len(self.observer.steps().get(process.pid, ()))
+
+    def training_pids(self) -> set[int]:
+        """Training processes of this run that exist, frozen ones included."""
+        pids = self.observer.steps()
+        return {pid for pid in pids if is_alive(pid)}
+
+    def _victim(self) -> Victim | None:
+        token = self.observer.newest_token()
+        if not token or not self.observer.commits(token):
+            return None
+        try:
+            who = read_claim(self.store, token).who
+            supervisor = psutil.Process(who["pid"])
+            children = [c for c in supervisor.children() if "training.process" in " ".join(c.cmdline())]
+        except (Corrupt, Unavailable, KeyError, psutil.Error):
+            return None
+        if len(children) != 1 or not self.steps_of(children[0]):
+            return None
+        return Victim(token, str(who["flow_run_id"]), supervisor, children[0], self.rig.node_of(supervisor))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

@@ -1,0 +1,107 @@
+"""Any job, in a drill: its steps are written down, and it can be made to hang or its disk to be slow.
+
+The numbers are those of the job inside. What a signal can do to a process needs none of this; a hang does.
+
+Files in `folder`:
+    steps/<pid>          a line for each optimizer step: when it ended, seconds since the epoch
+    orders/<pid>.hang, orders/<pid>.hang-gil    hang after the next step, without or with the interpreter's lock
+    orders/slow-disk     while it exists, each fsync takes a second longer
+    orders/hurry         while it exists, steps do not wait `step_seconds`
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from training.config import JOB_PATTERN
+from training.job import Job, Params, load_job
+
+SLOW_SECONDS = 1.0
+_fsync = os.fsync
+
+
+class DrilledParams(Params):
+    """The job inside, and the drill's folder."""
+
+    job: str = Field(pattern=JOB_PATTERN, description="import path of the job inside")
+    params: dict[str, Any] = Field(default_factory=dict, description="its own parameters")
+    folder: str = Field(min_length=1, description="of the drill; steps and orders lie there")
+    step_seconds: float = Field(0.0, ge=0, description="each step waits so long, to be slow without being busy")
+
+
+class Drilled(Job[DrilledParams]):
+    """Passes everything on to the job inside."""
+
+    Params: ClassVar[type[Params]] = DrilledParams
+
+    def __init__(self, params: DrilledParams, data: Path | None) -> None:
+        super().__init__(params, data)
+        self.inside = load_job(params.job, params.params, data)
+        self.orders = Path(params.folder) / "orders"
+        self.steps = Path(params.folder) / "steps" / str(os.getpid())
+        self._out: int | None = None
+
+    def model(self) -> nn.Module:
+        """The model of the job inside."""
+        return self.inside.model()
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Its optimizer, which tells of each step."""
+        optimizer = self.inside.optimizer(model)
+        optimizer.register_step_post_hook(self._stepped)
+        return optimizer
+
+    def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+        """Its scheduler."""
+        return self.inside.scheduler(optimizer, total_steps)
+
+    def train_data(self) -> Dataset[Any]:
+        """Its data."""
+        return self.inside.train_data()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Its loss."""
+        return self.inside.loss(model, batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Its metrics."""
+        return self.inside.evaluate(model)
+
+    def _stepped(self, *_: Any) -> None:
+        if self._out is None:  # the first step: this process trains, and does not only check or evaluate
+            self.steps.parent.mkdir(parents=True, exist_ok=True)
+            self._out = os.open(self.steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            os.fsync = self._maybe_slow_fsync
+        os.write(self._out, f"{time.time():.4f}\n".encode())
+        if self.params.step_seconds and not self._is_ordered("hurry"):
+            time.sleep(self.params.step_seconds)
+        if self._is_ordered(f"{os.getpid()}.hang"):
+            threading.Event().wait()
+        if self._is_ordered(f"{os.getpid()}.hang-gil"):
+            _wait_for_ever_with_the_lock()
+
+    def _is_ordered(self, name: str) -> bool:
+        return (self.orders / name).exists()
+
+    def _maybe_slow_fsync(self, descriptor: int) -> None:
+        if self._is_ordered("slow-disk"):
+            time.sleep(SLOW_SECONDS)
+        _fsync(descriptor)
+
+
+def _wait_for_ever_with_the_lock() -> None:
+    """Lock a mutex twice, in C, with the interpreter's lock held. Unlike a sleep, no signal ends that."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
