@@ -207,7 +207,7 @@ class RangeSupervisor:
         self.token = token
         if tries == 1:
             self._note_predecessors(token)
-        self.hearing.report(phase="restoring", token=token, tries=tries)
+        self.hearing.report(phase="starting", token=token, tries=tries)
         self.publisher.attempt_started(token, order.start, order.stop, who)
         spec = RangeSpec(
             run=order.run,

@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,23 +17,25 @@ import psutil
 import pytest
 
 from infra.beat import Progress
+from tasks.ask import ask
 from tasks.ending import Ending, count_oom_kills, oom_kill_files
 from tasks.order import RangeOrder, RangeResult
 from tasks.range import RangeSupervisor
 from tasks.relay import LineSplitter, Relay
-from tasks.supervise import Child, ask
+from tasks.supervise import Child
+from training.checkpoint.end import read_ends
 from training.checkpoint.history import read_lineage
 from training.checkpoint.store import open_store
-from training.checkpoint.token import mark_run
-from training.config import JobConfig, digest_of
-from training.errors import Corrupt, Diverged, Fenced, Invalid, RetomaError, Unavailable
+from training.checkpoint.token import claim, mark_run
+from training.config import JobConfig, SupervisorConfig, digest_of
+from training.errors import Corrupt, Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
 from training.ports import Message
 
 ROOT = Path(__file__).parents[2]
 
 # A training process without torch. `script` is a list of steps for each token, the last one for all later ones.
 FAKE = """
-import json, os, signal, subprocess, sys, threading, time
+import ctypes, json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from training.checkpoint.document import digest
@@ -41,17 +44,21 @@ from training.checkpoint.store import open_store
 from training.checkpoint.history import head_ref
 from training.checkpoint.token import Seal, check_not_fenced, seal
 from training.errors import KINDS
-from training.guard import die_with_parent, exit_at_end_of
+from training.guard import die_with_parent, watch_lifeline
 from training.ports import *
+from training.voice import Voice
 
 out = os.fdopen(int(sys.argv[sys.argv.index("--messages") + 1]), "wb", buffering=0)
 die_with_parent()
 spec = RangeSpec.model_validate_json(sys.stdin.buffer.raw.readline())
-exit_at_end_of(sys.stdin.buffer.raw)
+voice = Voice(out, spec.config.supervisor)
+signal.signal(signal.SIGTERM, voice.on_sigterm)
+watch_lifeline(0)
+say = voice.say
+say(Pause(what="starting", allowance_seconds=spec.config.supervisor.start_seconds))
 store = open_store(spec.store_url)
 head = head_ref(store)
 seal(store, Seal(run=spec.run, token=spec.token, head=head))
-say = lambda message: out.write(encode_message(message))
 where = Position()
 scripts = json.loads(Path({script!r}).read_text())
 for step in scripts[min(spec.token, len(scripts)) - 1]:
@@ -59,7 +66,12 @@ for step in scripts[min(spec.token, len(scripts)) - 1]:
     if word == "restored":
         say(Restored(checkpoint=head, position=where, seconds=0, total_steps=100, steps_per_epoch=50))
     elif word == "beat":
-        say(Beat(position=Position(epoch=0, step=int(rest)), loss=1.0, samples_per_second=10.0))
+        step, _, seconds = rest.partition(" ")
+        at = Position(epoch=0, step=int(step))
+        say(Beat(position=at, loss=1.0, samples_per_second=10.0, step_seconds=float(seconds or 0)))
+    elif word == "pause":
+        what, _, seconds = rest.partition(" ")
+        say(Pause(what=what, allowance_seconds=float(seconds)))
     elif word == "save":
         at = int(rest)
         number = head.sequence + 1 if head else 0
@@ -93,6 +105,8 @@ for step in scripts[min(spec.token, len(scripts)) - 1]:
         os.replace(rest + ".tmp", rest)
     elif word == "sleep":
         time.sleep(float(rest))
+    elif word == "sleep_holding_the_lock":
+        ctypes.PyDLL(None).sleep(int(rest))
 """
 
 
@@ -122,28 +136,29 @@ class Bench:
         self.store = open_store(folder / "store")
         self.notes = Notes()
         self.progress: list[Progress] = []
+        self.fake = folder / "fake.py"
         self.config = JobConfig(job="some.module:Job", epochs=2)
 
     def command(self, *scripts: list[str]) -> list[str]:
         (self.folder / "script.json").write_text(json.dumps(scripts))
         code = FAKE.format(root=str(ROOT), script=str(self.folder / "script.json"))
-        (self.folder / "fake.py").write_text(code)
-        return [sys.executable, str(self.folder / "fake.py")]
+        self.fake.write_text(code)
+        return [sys.executable, str(self.fake)]
 
-    def order(self) -> RangeOrder:
+    def order(self, stop: int = 2) -> RangeOrder:
         return RangeOrder(
             run="r",
             start=0,
-            stop=2,
+            stop=stop,
             attempt=1,
             config=self.config,
             requested=digest_of(self.config.identity()),
             store_url=str(self.folder / "store"),
         )
 
-    def run(self, *scripts: list[str], registry: Any = None) -> RangeResult:
+    def run(self, *scripts: list[str], registry: Any = None, stop: int = 2) -> RangeResult:
         return RangeSupervisor(
-            order=self.order(),
+            order=self.order(stop),
             root=self.folder,
             flow_run_id="f",
             registry=registry,
@@ -151,7 +166,6 @@ class Bench:
             on_progress=self.progress.append,
             logger=logging.getLogger("test"),
             command=self.command(*scripts),
-            sleep=lambda _: None,
         ).run()
 
     def supervise(self, **changes: Any) -> None:
@@ -245,19 +259,101 @@ def test_damage_that_comes_back_is_final(bench: Bench) -> None:
 
 
 def test_a_silent_process_is_killed_though_it_prints(bench: Bench) -> None:
-    bench.supervise(silence_seconds=1.5, restarts_in_place=0)
+    bench.supervise(silence_seconds=1.0, restarts_in_place=0)
     steps = ["restored", *["print busy", "sleep 0.3"] * 60]
     started = time.monotonic()
-    with pytest.raises(Unavailable, match="said nothing for"):
+    with pytest.raises(Unavailable, match=r"hung: it said nothing for 1\.\d s"):
         bench.run(steps)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 10
     assert bench.notes.ended[0][1] == "KILLED"
 
 
-def test_a_frozen_process_is_killed(bench: Bench) -> None:
-    bench.supervise(silence_seconds=1.5, restarts_in_place=0)
-    with pytest.raises(Unavailable, match="said nothing"):
+@pytest.mark.parametrize("deed", ["sleep 60", "sleep_holding_the_lock 60"])
+def test_a_hang_is_reported_with_its_stack_also_with_the_interpreters_lock_held(bench: Bench, deed: str) -> None:
+    bench.supervise(silence_seconds=1.0, restarts_in_place=0)
+    with pytest.raises(Unavailable, match="hung: it said nothing") as caught:
+        bench.run(["restored", "beat 7", deed])
+    line = bench.fake.read_text().splitlines().index("        time.sleep(float(rest))") + 1
+    line += 2 if "lock" in deed else 0
+    assert f"fake.py:{line} <module>" in str(caught.value)
+    assert bench.progress[-1].error is not None
+    assert f"fake.py:{line} <module>" in bench.progress[-1].error
+    end = read_ends(bench.store)[1]
+    assert (end.kind, end.by, end.step) == ("Unavailable", "supervisor", 7)
+    assert end.silent_seconds is not None
+    assert 1.0 < end.silent_seconds < 3.0
+    assert end.stack is not None
+    assert f"fake.py:{line} <module>" in end.stack
+
+
+def test_a_frozen_process_is_killed_and_called_so(bench: Bench) -> None:
+    bench.supervise(silence_seconds=1.0, restarts_in_place=0)
+    with pytest.raises(Unavailable, match=r"was frozen \(stopped by a signal\): it said nothing"):
         bench.run(["restored", "kill SIGSTOP"])
+    assert read_ends(bench.store)[1].stack is None
+
+
+def test_a_frozen_process_is_found_in_the_middle_of_an_announced_pause(bench: Bench) -> None:
+    bench.supervise(silence_seconds=1.0, restarts_in_place=0)
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match="was frozen"):
+        bench.run(["restored", "pause evaluating 60", "kill SIGSTOP"])
+    assert time.monotonic() - started < 10
+
+
+def test_a_pause_that_lasts_longer_than_it_may_is_named(bench: Bench) -> None:
+    bench.supervise(silence_seconds=0.5, restarts_in_place=0)
+    with pytest.raises(Unavailable, match=r"hung while evaluating: it said nothing for 1\.\d s"):
+        bench.run(["restored", "pause evaluating 1", "sleep 60"])
+
+
+def test_what_is_announced_or_slow_or_wakes_in_time_is_not_killed(bench: Bench) -> None:
+    bench.supervise(silence_seconds=1.0, restarts_in_place=0)
+    wakes = bench.folder / "pid"
+    threading.Thread(target=resume_after, args=(wakes, 0.5), daemon=True).start()
+    steps = ["restored", "pause evaluating 60", "sleep 1.5", "beat 1 0.5", "sleep 1.5", "save 50", "beat 2"]
+    result = bench.run([*steps, f"pid {wakes}", "kill SIGSTOP", "beat 3", "save 100", "done"])
+    assert result.tries == 1
+
+
+def test_a_save_in_the_background_neither_ends_a_pause_nor_hides_a_hang(bench: Bench) -> None:
+    bench.supervise(silence_seconds=0.5, restarts_in_place=0)
+    result = bench.run(["restored", "pause evaluating 60", "save 50", "sleep 1.5", "save 100", "done"])
+    assert result.tries == 1
+    hides = ["beat 1", *["sleep 0.2", "save 150"] * 50]
+    bench.config = bench.config.model_copy(update={"epochs": 4})
+    with pytest.raises(Unavailable, match="hung"):
+        bench.run(["exit 9"], ["restored", *hides], stop=4)
+
+
+def test_the_supervisor_vouches_for_an_allowed_silence_and_never_before_the_first_message(bench: Bench) -> None:
+    bench.supervise(silence_seconds=1.0)
+    bench.run(["restored", "beat 1", "pause evaluating 60", "sleep 4.5", "save 100", "done"])
+    before = [progress.beats for progress in bench.progress if progress.phase == "starting"]
+    assert before[0] == 0, "a claim is no sign of training"
+    evaluating = [progress.beats for progress in bench.progress if progress.phase == "evaluating"]
+    assert len(evaluating) == 2
+    assert evaluating[1] > evaluating[0]
+
+
+def test_sigterm_of_the_training_process_alone_is_a_preemption_and_costs_no_restart_here(bench: Bench) -> None:
+    with pytest.raises(Preempted):
+        bench.run(["restored", "kill SIGTERM", "sleep 60"])
+    assert bench.notes.started == [1]
+    assert read_ends(bench.store)[1].kind == "Preempted"
+
+
+def test_attempts_without_a_last_word_get_one_from_their_successor(bench: Bench) -> None:
+    mark_run(bench.store, "r")
+    for _ in range(2):
+        claim(bench.store, "r", {})
+    bench.run(["restored", "save 100", "done"])
+    ends = read_ends(bench.store)
+    assert [(ends[token].kind, ends[token].by) for token in (1, 2, 3)] == [
+        ("Unavailable", "successor"),
+        ("Unavailable", "successor"),
+        ("Done", "supervisor"),
+    ]
 
 
 def test_garbage_is_ignored_and_is_no_progress(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,18 +393,26 @@ def test_told_to_stop_it_passes_sigterm_on_waits_and_kills(bench: Bench) -> None
         spec_of(order, claim_first(bench)),
         on_message=stop,
         show=lambda _: None,
-        silence_seconds=60,
-        grace_seconds=0.5,
+        limits=SupervisorConfig(grace_seconds=0.5),
     )
     with pytest.raises(KeyboardInterrupt):
         child.run()
     assert gone(int(pid_file.read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_process_dies_within_two_seconds_of_its_supervisor(bench: Bench, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "deed"),
+    [
+        (signal.SIGKILL, "sleep 60"),
+        (signal.SIGKILL, "sleep_holding_the_lock 60"),
+        (signal.SIGTERM, "sleep 60"),
+    ],
+)
+def test_the_process_dies_within_two_seconds_of_its_supervisor(
+    bench: Bench, number: signal.Signals, deed: str
+) -> None:
     pid_file = bench.folder / "pid"
-    command = bench.command(["restored", f"pid {pid_file}", "sleep 60"])
+    command = bench.command(["restored", f"pid {pid_file}", deed])
     code = (
         "import logging, pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
         "from tests.unit.test_supervise import Notes\n"
@@ -359,6 +463,9 @@ def test_an_ending_names_signal_and_want_of_memory() -> None:
     assert "batch_size" in str(killed)
     assert "dmesg" in str(Ending(1, -9).error())
     assert "out of memory" not in str(Ending(1, -9, oom_kills=1, killed_because="said nothing").error())
+    assert isinstance(Ending(1, -15).error(), Preempted)
+    timer = Ending(1, 1, tail=("Timeout (0:00:08)!", "Thread 0x1 (most recent call first):"))
+    assert timer.cause() == "made no progress and was ended by its own timer"
 
 
 def test_memory_kills_are_counted_in_our_control_group(tmp_path: Path) -> None:
@@ -403,6 +510,14 @@ def test_a_question_is_answered_or_says_why_not() -> None:
         answer("print('hm')")
     with pytest.raises(Unavailable, match="within"):
         answer("import time; time.sleep(60)", timeout_seconds=0.3)
+
+
+def resume_after(pid_file: Path, seconds: float) -> None:
+    """Wake the process of this file when it has been stopped for so long."""
+    process = psutil.Process(wait_for(lambda: int(pid_file.read_text()) if pid_file.exists() else None))
+    wait_for(lambda: 1 if process.status() == psutil.STATUS_STOPPED else None)
+    time.sleep(seconds)
+    process.resume()
 
 
 def gone(pid: int) -> bool:

@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from training.job import load_job
 from training.ports import Message, RangeSpec, decode_message
 from training.session import train_range
 from training.state import TrainingState, apply_model, model_state, optimizer_state
+from training.stopping import StopRequest
 from training.trainer import Trainer
 
 
@@ -140,18 +141,28 @@ def test_a_loss_that_is_not_finite_is_never_published(digits: Path) -> None:
         assert committed.manifest.health.loss is not None
 
 
-def stop_at(step: int) -> Callable[[], bool]:
-    asked = itertools.count(1)
-    return lambda: next(asked) == step
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> StopRequest:
+    """Asked while this optimizer step is on its way."""
+    request, count, optimizer_step = StopRequest(), itertools.count(1), Trainer.optimizer_step
+
+    def asking(trainer: Trainer, *arguments: Any) -> torch.Tensor:
+        if next(count) == step:
+            request.ask()
+        return optimizer_step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "optimizer_step", asking)
+    return request
 
 
-def test_being_asked_to_stop_commits_the_step_and_resumes_like_the_straight_run(digits: Path) -> None:
+def test_being_asked_to_stop_commits_the_step_and_resumes_like_the_straight_run(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = mnist_config(checkpoint={"every_steps": 0})
     straight = train_range(config, MemoryStore(), "r", data_folder=digits)
     for step in (1, 3, 5):
         store = MemoryStore()
-        with pytest.raises(Preempted, match="is committed"):
-            train_range(config, store, "r", data_folder=digits, should_stop=stop_at(step))
+        with pytest.raises(Preempted, match="is committed"), monkeypatch.context() as patch:
+            train_range(config, store, "r", data_folder=digits, request=stop_at(step, patch))
         head = read_lineage(store).head
         assert head is not None
         assert head.manifest.position.step == step
