@@ -19,7 +19,9 @@ from infra.beat import Progress
 from infra.prefect_runs import FlowRunInfo
 from tasks.budget import check_budget
 from tasks.order import RangeOrder, finished
+from tasks.runs import attempts_text
 from training.checkpoint.end import End, put_end
+from training.checkpoint.history import read_attempts
 from training.checkpoint.store import Store
 from training.checkpoint.token import read_claim, token_numbers
 from training.errors import KINDS, Corrupt, Fenced, Preempted, RetomaError, Unavailable, error_of_kind
@@ -57,6 +59,9 @@ class Runs(Protocol):
 
     def progress(self, run: str) -> Progress | None:
         """What the newest attempt reported last."""
+
+    def put_artifact(self, key: str, kind: Literal["markdown"], data: str, *, flow_run_id: str) -> None:
+        """Show something on a flow run's page."""
 
 
 def run_tag(run: str) -> str:
@@ -143,9 +148,9 @@ class RangeFollower:
         while not self._is_finished():
             attempt, child = self._next_child(attempt)
             child = self._wait(child)
-            if self._is_finished():
-                return
-            self._judge(attempt, child)
+            if not self._is_finished():
+                self._judge(attempt, child)
+        self._show_attempts()
 
     def _next_child(self, after: int) -> tuple[int, FlowRunInfo]:
         """The first attempt that is not dead already, found or started."""
@@ -196,6 +201,7 @@ class RangeFollower:
         """Return when another attempt is due; raise when not."""
         error = error_from(child.message)
         if child.state == "FAILED":
+            self._show_attempts()
             raise error
         if isinstance(error, Fenced):
             following = attempt_key(self._order, attempt + 1)
@@ -208,6 +214,15 @@ class RangeFollower:
             self._unclaimed = 0
         else:
             self._unclaimed += 1
+        self._show_attempts()
+
+    def _show_attempts(self) -> None:
+        """On the parent's page: what became of each attempt so far."""
+        try:
+            table = attempts_text(read_attempts(self._store))
+            self._runs.put_artifact(f"attempts-{self._order.run}", "markdown", table, flow_run_id=self._parent)
+        except RetomaError as problem:
+            self._logger.warning("the table of attempts could not be shown: %s", problem.message)
 
     def _end(self, child: FlowRunInfo, error: RetomaError) -> bool:
         """Say how the attempt's newest token ended, unless somebody has said so. False: it claimed none."""

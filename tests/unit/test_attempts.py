@@ -58,6 +58,7 @@ class World:
         self.own_state = "RUNNING"
         self.now = 0.0
         self.reported: Progress | None = None
+        self.shown: list[str] = []
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -95,6 +96,10 @@ class World:
 
     def progress(self, run: str) -> Progress | None:
         return self.reported
+
+    def put_artifact(self, key: str, kind: str, data: str, *, flow_run_id: str) -> None:
+        assert (key, kind, flow_run_id) == ("attempts-run-1", "markdown", PARENT)
+        self.shown.append(data)
 
     def put(self, key: str, state: str, message: str = "") -> FlowRunInfo:
         self.children[key] = FlowRunInfo(id=key, name=key, state=state, message=message, parameters={"order": {}})

@@ -12,6 +12,7 @@ from training.checkpoint.store import open_store
 
 if TYPE_CHECKING:
     from training.checkpoint.checkpointer import IncrementalCheckpointer
+    from training.checkpoint.quarantine import RollbackPolicy
     from training.checkpoint.restore import RestoredState, restore_checkpoint
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Position",
     "Ref",
     "RestoredState",
+    "RollbackPolicy",
     "open_store",
     "restore_checkpoint",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 _LAZY = {
     "IncrementalCheckpointer": "training.checkpoint.checkpointer",
     "RestoredState": "training.checkpoint.restore",
+    "RollbackPolicy": "training.checkpoint.quarantine",
     "restore_checkpoint": "training.checkpoint.restore",
 }
 

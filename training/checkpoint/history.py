@@ -215,6 +215,19 @@ def _attempts(store: Store, problems: list[Skipped]) -> list[Attempt]:
     return attempts
 
 
+def read_attempts(store: Store) -> Lineage:
+    """All attempts; of the chain only what they started from. Cheap, however many checkpoints there are."""
+    lineage = Lineage()
+    lineage.attempts = _attempts(store, lineage.problems)
+    heads = {attempt.seal.head for attempt in lineage.attempts if attempt.seal and attempt.seal.head}
+    for head in sorted(heads, key=lambda head: (head.token, head.sequence)):
+        try:
+            lineage.chain.append(read_committed(store, head.token, head.sequence))
+        except Corrupt:  # collected, or lost: a position less
+            continue
+    return lineage
+
+
 def head_ref(store: Store) -> Ref | None:
     """Reference of the newest readable checkpoint, without claiming anything."""
     newest = _newest_readable(store, [])
