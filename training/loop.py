@@ -150,9 +150,8 @@ class _Saver:
         if self._checkpointer.rollback is not None:
             meta["rollback"] = self._checkpointer.rollback.model_dump()
         points, self._points = self._points, []
-        self._saved = position
         with self._progress.pause("saving", self._limits.save_seconds):
-            return self._checkpointer.save(
+            stall_seconds = self._checkpointer.save(
                 self._trainer.state.capture(),
                 position=position,
                 metrics=points,
@@ -160,6 +159,9 @@ class _Saver:
                 health=Health(finite=True, loss=loss),
                 interval=cadence.explain(),
             )
+        if stall_seconds is not None:
+            self._saved = position
+        return stall_seconds
 
     def leave(self, position: Position, cadence: Cadence) -> None:
         """Save what is not saved yet, wait for it, and raise `Preempted`."""
