@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from tasks.order import RangeOrder
 from training.checkpoint.document import Document, encode
-from training.checkpoint.end import DONE, End, read_ends
+from training.checkpoint.end import DONE, End, read_end
 from training.checkpoint.history import head_ref, read_committed, sequences
 from training.checkpoint.manifest import Ref
 from training.checkpoint.quarantine import open_incident
@@ -116,20 +116,25 @@ def refill(store: Store, run: str) -> None:
 def _tries(store: Store) -> Iterator[Try]:
     """Tokens since the last refill, newest first, down to and with the newest that left a checkpoint."""
     claims, seals = token_numbers(store)
-    head, ends = head_ref(store), read_ends(store)
+    head = head_ref(store)
     for token in range(max(claims | seals, default=0), _refilled(store), -1):
         committed = bool(sequences(store, token)) or (head is not None and head.token == token)
-        yield Try(token, ends.get(token), _step(store, ends.get(token), token in seals, token), committed)
+        try:
+            end: End | None = read_end(store, token)
+        except Corrupt:
+            end = None
+        step = _step(store, end) if end is not None and token in seals else None
+        yield Try(token, end, step, committed)
         if committed:
             return
 
 
-def _step(store: Store, end: End | None, is_sealed: bool, token: int) -> int | None:
+def _step(store: Store, end: End) -> int | None:
     """The step that was heard of last, at least the one that was restored."""
-    if end is None or not is_sealed or end.by == "successor":  # a successor heard of none
+    if end.by == "successor":  # it heard of none
         return None
     try:
-        head = read_seal(store, token).head
+        head = read_seal(store, end.token).head
         restored = read_committed(store, head.token, head.sequence).manifest.position.step if head else 0
     except Corrupt:
         restored = 0

@@ -26,6 +26,8 @@ from tasks.milestones import Milestone
 from tasks.plan import new_run_name, refuse_other_identity, requested_digest
 from tasks.runs import unfinished
 from tests.support.stores import DATA, RunBuilder, interrupted_run
+from training.checkpoint.end import End, put_end
+from training.checkpoint.quarantine import Incident, put_incident
 from training.checkpoint.store import open_store
 from training.config import JobConfig, load_config
 from training.errors import Invalid
@@ -111,6 +113,26 @@ def test_show_as_json_holds_every_link_of_the_chain(settings: Settings, capsys: 
     assert [row["parent"] for row in chain[1:]] == [row["checkpoint"] for row in chain[:-1]]
     assert [row["restored"] for row in shown["attempts"]] == [None, "000001/00000002", "000002/00000003"]
     assert shown["problems"] == []
+
+
+def test_show_tells_how_attempts_ended_what_it_cost_and_what_is_quarantined(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(settings.run_url("run-1"))
+    interrupted_run(store)
+    reason = "said nothing for 5 s [and was killed]\nits last lines: ..."
+    end = End(run="run-1", token=1, kind="Unavailable", reason=reason, by="supervisor", step=17, silent_seconds=5.5)
+    put_end(store, end)
+    text = "3 of 9 numbers of model/w are not finite"
+    put_incident(store, Incident(run="run-1", token=1, sequence=3, name="model/w", reason=text, step=18))
+    shown = run_command(capsys, "show", "run-1")[1]
+    assert "Unavailable at step 17, said the supervisor, silent for 5.5 s: said nothing for 5 s [and" in shown
+    assert "token 2 went on from 000001/00000002, step 15: 2 steps lost" in shown
+    assert f"quarantined  000001/00000003, step 18: {text}" in shown
+    told = json.loads(run_command(capsys, "show", "run-1", "--json")[1])
+    assert (told["attempts"][0]["verdict"], told["attempts"][0]["lost_steps"]) == ("Unavailable", 2)
+    assert told["attempts"][0]["reason"] == reason
+    assert told["quarantine"][0]["name"] == "model/w"
 
 
 def test_an_unknown_run_is_an_error_that_names_its_neighbours(

@@ -81,7 +81,10 @@ def test_the_successor_knows_no_last_sign_of_life_and_the_store_does() -> None:
     builder.commit(builder.attempt(0, 2), 10, "base")  # 1, 2, 3
     put_end(store, an_end(1, "Unavailable", 99, by="successor"))
     builder.attempt(0, 2)  # 4, 5
-    assert told(store)[1].away_seconds == 2.0
+    found = told(store)[1]
+    assert found.away_seconds == 2.0
+    assert (found.step, found.lost_steps) == (None, None)
+    assert found.verdict == "Unavailable, said the successor"
 
 
 def test_from_the_beginning_again() -> None:

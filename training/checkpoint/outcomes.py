@@ -100,8 +100,8 @@ def _outcome(attempt: Attempt, following: Attempt | None, steps: Steps, lineage:
 
 
 def _last_step(attempt: Attempt, steps: Steps) -> int | None:
-    """What was said, and at least what it restored and committed. Unknown without an end: it may have gone on."""
-    if attempt.end is None or attempt.seal is None:
+    """What was said, and at least what it restored and committed. If nobody heard it, it may have gone on."""
+    if attempt.end is None or attempt.seal is None or attempt.end.by == "successor":
         return None
     head = attempt.seal.head
     known = [step for (token, _), step in steps.items() if token == attempt.token]
