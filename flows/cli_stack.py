@@ -20,10 +20,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def up() -> None:
-    """Start the local stack: Prefect, MLflow and a worker for each pool. Does nothing when it is up."""
+    """Start the local stack: Prefect, MLflow and a worker for each pool, and deploy. Does nothing when it is up.
+
+    Trainings that were stopped by `retoma down` go on; those that should not, cancel in the Prefect site.
+    """
     settings = load_settings()
     console = _console()
     stack.up(settings, report=lambda line: console.print(line, style="dim"))
+    if settings.prefect_api_url is None:
+        deployments.deploy(settings)
     _print_links(settings, console)
 
 
@@ -68,7 +73,7 @@ def env() -> None:
 def deploy(
     force: Annotated[bool, typer.Option(help="Deploy even when nothing has changed.")] = False,
 ) -> None:
-    """Put the flows onto the Prefect server, work pools first."""
+    """Put flows and automations onto the Prefect server, work pools first."""
     settings = load_settings()
     changed = deployments.deploy(settings, force=force)
     text = "deployed" if changed else "up to date"

@@ -30,7 +30,7 @@ from tasks.plan import Plan, make_plan, new_run_name, requested_digest
 from tasks.tracking import close_failed, open_run, register_run
 from training.checkpoint.store import open_store
 from training.config import load_config
-from training.errors import RetomaError, Unavailable
+from training.errors import Fenced, RetomaError, Unavailable
 
 
 def may_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001 - Prefect's names
@@ -54,6 +54,7 @@ def cancel_with_ranges(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any
     if run:
         with PrefectRuns(patience_seconds=CANCEL_SECONDS) as runs:
             cancel_ranges(runs, run)
+        close_failed(load_settings(), run, Fenced("cancelled"))
 
 
 @flow(name="train", on_cancellation=[cancel_with_ranges])

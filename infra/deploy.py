@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from infra.automations import PREFIX, wanted
@@ -39,8 +40,16 @@ def deploy(settings: Settings, *, force: bool = False) -> bool:
         Unavailable: the server does not answer.
         Invalid: the file or a flow is wrong; the message has Prefect's own.
     """
-    flows = _deploy_flows(settings, force=force)
-    return _deploy_automations(settings, force=force) or flows
+    settings.make_state_dir()
+    lock = FileLock(settings.state_dir / "deploy.lock")  # two at once would create each automation twice
+    try:
+        with lock.acquire(timeout=2 * DEPLOY_TIMEOUT_SECONDS):
+            flows = _deploy_flows(settings, force=force)
+            return _deploy_automations(settings, force=force) or flows
+    except Timeout as error:
+        raise Unavailable(
+            f"another `retoma deploy` holds {lock.lock_file}", hint="wait for it, or end it, then try again"
+        ) from error
 
 
 def _deploy_flows(settings: Settings, *, force: bool) -> bool:
