@@ -19,7 +19,7 @@ soak: $(INSTALLED) ## the tests that take many minutes
 	@$(BIN)/python -m pytest -m soak
 
 PEERS := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile --no-deps
-bench: $(INSTALLED) ## measure the engine beside its peers, a quarter of an hour; writes benchmarks/results/
+bench: $(INSTALLED) ## measure the engine beside its peers, 22 minutes; writes benchmarks/results/
 	@$(PEERS) -r requirements-bench.lock || grep -v '^#' requirements-bench.lock | xargs -n 1 sh -c '$(PEERS) "$$0" || true'
 	@$(BIN)/python -m benchmarks
 
