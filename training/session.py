@@ -172,14 +172,16 @@ def check_same_run(manifest: Manifest, config: JobConfig, data_version: Mapping[
 def _announced_end(
     report: Callable[[Message], None], limits: SupervisorConfig, checkpointer: IncrementalCheckpointer
 ) -> Iterator[None]:
-    """An error waits for the save in flight; that is no silence to be killed for before it could be told."""
+    """The end may wait for the save in flight: no silence to be killed for before an error could be told."""
+    ending = Pause(what="ending", allowance_seconds=limits.save_seconds)
     try:
         yield
     except Exception as error:
-        report(Pause(what="ending", allowance_seconds=limits.save_seconds))
+        report(ending)
         if isinstance(error, UnhealthyLoss):
             checkpointer.quarantine("loss", error.message, position=error.position, since_step=error.since_step)
         raise
+    report(ending)
 
 
 def _watch(config: JobConfig, restored: RestoredState | None) -> LossWatch:
