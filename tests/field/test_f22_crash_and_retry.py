@@ -123,7 +123,7 @@ class Orchestrator:
         return "COMPLETED", ""
 
     def _put(self, key: str, state: str, message: str = "") -> FlowRunInfo:
-        parameters = {"order": {}}
+        parameters: dict[str, Any] = {"order": {}}
         self.runs[key] = FlowRunInfo(id=key, name=key, state=state, message=message, parameters=parameters)
         return self.runs[key]
 

@@ -154,19 +154,25 @@ def steps_of(store: MemoryStore) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("harm", "name"),
-    [(weight_to_nan, "model/"), (moment_to_inf, "optimizer/state/"), (loss_to_nan, "loss")],
-    ids=["a weight", "a moment", "the loss"],
+    ("harm", "steps", "name"),
+    [
+        (weight_to_nan, [6], "model/"),
+        (weight_to_nan, [5], "loss"),
+        (moment_to_inf, [6], "optimizer/state/"),
+        (moment_to_inf, [5], "model/"),
+        (loss_to_nan, [5, 6], "loss"),
+    ],
+    ids=["a weight", "a weight, seen in the loss", "a moment", "a moment, seen in a weight", "the loss"],
 )
 def test_a_run_that_falls_ill_between_two_saves_keeps_its_last_healthy_checkpoint(
-    harm: Harm, name: str, digits: Path
+    harm: Harm, steps: list[int], name: str, digits: Path
 ) -> None:
     store = MemoryStore()
     config = mnist_config(
         checkpoint={"every_steps": 2}, epochs=4, clip_grad_norm=None, log_every_steps=1000, batch_size=2
     )
     with pytest.raises(Diverged):
-        train(config, store, digits, {5: harm, 6: harm})
+        train(config, store, digits, dict.fromkeys(steps, harm))
     assert steps_of(store) == [2, 4]
     incident = read_incidents(store)[0]
     assert incident.name.startswith(name)

@@ -32,11 +32,11 @@ class NotFinite(NamedTuple):
     """A tensor that holds a NaN or an infinity."""
 
     key: str
-    count: int
+    bad: int
     size: int
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.size} numbers of {self.key} are not finite"
+        return f"{self.bad} of {self.size} numbers of {self.key} are not finite"
 
 
 def find_not_finite(snapshot: Snapshot, tensors: Iterable[Tensor]) -> NotFinite | None:
@@ -70,8 +70,7 @@ def _describe(entry: Tensor, data: Bytes) -> NotFinite:
         values = values.float()
     if entry.dtype == "complex32":
         values = values.view(torch.float16)
-    count = int((~torch.isfinite(values)).sum())
-    return NotFinite(entry.key, count, values.numel())
+    return NotFinite(entry.key, int((~torch.isfinite(values)).sum()), values.numel())
 
 
 @cache
