@@ -94,6 +94,7 @@ class Bench:
         self.store, self.server, self.watched, self.departure = Cut(self.real), Server(), Watched(), Asked()
         self.exits: list[int] = []
         self.leap_seconds = 0.0
+        self.lease_seconds = LEASE_SECONDS
         self.closed = False
 
     def clock(self) -> float:
@@ -111,7 +112,7 @@ class Bench:
             store=cast("Store", self.store),
             flow_run=lambda: self.server,
             departure=cast("Departure", self.departure),
-            lease_seconds=LEASE_SECONDS,
+            lease_seconds=self.lease_seconds,
             notice_file=self.folder / "notice",
             leave=self.leave,
             clock=self.clock,
@@ -128,9 +129,14 @@ class Bench:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(module, "TICK_SECONDS", 0.02)
+    report = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", lambda told: told.exc_type is SystemExit or report(told))
     found = Bench(tmp_path)
+    before = set(threading.enumerate())
     yield found
     found.closed = True
+    for thread in set(threading.enumerate()) - before:
+        thread.join(3)
 
 
 def test_an_attempt_that_is_wanted_goes_on_and_may_say_how_it_ended(bench: Bench) -> None:
@@ -218,11 +224,12 @@ def test_an_error_that_is_no_answer_counts_as_none(bench: Bench) -> None:
 
 def test_after_a_sleep_it_looks_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 60.0)
+    bench.lease_seconds = 60.0
     bench.start()
     assert bench.goes_on(0.2)
     bench.server.tells = "CRASHED"
     assert bench.goes_on(0.2)
-    bench.leap_seconds = module.DOZED_SECONDS + 0.05  # within the lease
+    bench.leap_seconds = module.DOZED_SECONDS + 0.1
     until(lambda: bench.exits == [Fenced.exit_code], seconds=1.0)
 
 
