@@ -61,10 +61,13 @@ class Silence:
             self._stopped = None
         elif self._stopped is None:
             self._stopped = now
-        elif now - self._stopped > self._limits.silence_seconds:
-            return f"was frozen (stopped by a signal): it said nothing for {self.seconds:.1f} s"
-        if self.seconds <= self._allowance.seconds:
+        frozen_seconds = now - self._stopped if self._stopped is not None else 0.0
+        if self.seconds <= self._allowance.seconds and frozen_seconds <= self._limits.silence_seconds:
             return None
+        return f"{self._what(status)}: it said nothing for {self.seconds:.1f} s"
+
+    def _what(self, status: str | None) -> str:
+        if status == psutil.STATUS_STOPPED:
+            return "was frozen (stopped by a signal)"
         place = " in the kernel, which waits for a disk or a device" if status == psutil.STATUS_DISK_SLEEP else ""
-        during = f" while {self.pause}" if self.pause else ""
-        return f"hung{place}{during}: it said nothing for {self.seconds:.1f} s"
+        return f"hung{place}{f' while {self.pause}' if self.pause else ''}"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 STOP_WORD = b"stop"
@@ -54,17 +57,25 @@ def watch_lifeline(lifeline: int) -> None:
 class HangTimer:
     """Ends this process with its stacks in the log when it makes no progress and nobody else ends it.
 
-    It counts while the process is stopped: one that was frozen for longer ends as soon as it wakes.
+    It counts while the process is stopped: one that was frozen for longer ends as soon as it wakes, also where the
+    loop is quicker to wind the timer than the timer to run out.
     Stacks are written on SIGUSR2, too, which is how a supervisor asks for them.
     """
 
     def __init__(self) -> None:
         self._file = _log_that_never_blocks()
+        self._until = math.inf
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=True)
 
     def wind(self, seconds: float) -> None:
         """Count anew: the next sign of progress comes within so many seconds, by the supervisor's count."""
-        faulthandler.dump_traceback_later(seconds + TIMER_MARGIN_SECONDS, exit=True, file=self._file)
+        now, seconds = time.monotonic(), seconds + TIMER_MARGIN_SECONDS
+        if now > self._until:
+            with suppress(OSError):
+                os.write(self._file, f"Timeout (woke {now - self._until:.1f} s too late)!\n".encode())
+            os._exit(1)
+        self._until = now + seconds
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
 
 def _log_that_never_blocks() -> int:

@@ -36,7 +36,8 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._report, self._limits, self._clock = report, limits, clock
-        self._position, self._loss, self._rate = position, None, 0.0
+        self._position, self._rate = position, 0.0
+        self._loss: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._first_step_seconds = 0.0
         self._windows: set[int] = set()  # sizes of steps that were compiled for, if anything is compiled
