@@ -8,6 +8,8 @@ from training.config import Frozen
 
 # The drill itself has destroyed a checkpoint: falling back further than one interval is what must happen.
 DAMAGING = ("corrupt-object",)
+MUTE = ("partition-store", "full-disk")  # while it lasts the attempt can commit nothing
+SLOW = ("slow-disk",)
 WAKE_SECONDS = 2.0
 
 
@@ -21,7 +23,13 @@ class Check(Frozen):
 
 def judge(recording: Recording) -> list[Check]:
     """All checks; the drill has passed when all have."""
-    checks = [_completed(recording), _same_bits(recording), *_recovered(recording), _lost(recording)]
+    checks = [
+        _completed(recording),
+        _same_bits(recording),
+        _felt(recording),
+        _recovered(recording),
+        _lost(recording),
+    ]
     checks += [_history(recording), _fenced(recording), _registered(recording)]
     checks.append(Check(name="nothing left", passed=not recording.orphans, detail=_list(recording.orphans)))
     if recording.failures:
@@ -42,14 +50,26 @@ def _same_bits(recording: Recording) -> Check:
     return Check(name="bit for bit the straight run", passed=same, detail=detail)
 
 
-def _recovered(recording: Recording) -> list[Check]:
-    """After each fault there was a step again, or for a parent: another parent."""
-    missing = [trial for trial in trials(recording) if trial.recovery_seconds is None]
-    where = _list(tuple(f"{trial.fault} at {trial.at - began(recording):.1f} s" for trial in missing))
-    checks = [Check(name="training went on after each fault", passed=not missing, detail=where)]
-    if not recording.injected:
-        checks.append(Check(name="faults were injected", passed=False, detail="none"))
-    return checks
+def _recovered(recording: Recording) -> Check:
+    """After each fault there was a step again, by another attempt where one must take over; or another parent."""
+    missing = [
+        f"{trial.fault} at {trial.at - began(recording):.1f} s"
+        for fault, trial in zip(recording.injected, trials(recording), strict=True)
+        if trial.recovery_seconds is None or (fault.answer == "token" and trial.next_token is None)
+    ]
+    return Check(name="training went on after each fault", passed=not missing, detail=_list(tuple(missing)))
+
+
+def _felt(recording: Recording) -> Check:
+    """A fault that changed nothing proves nothing."""
+    unfelt = [] if recording.injected else ["no fault was made"]
+    for fault in recording.injected:
+        own = [commit for commit in recording.commits if commit.token == fault.token]
+        if fault.fault in MUTE and any(fault.at + 1.0 < c.at < (fault.until or 0.0) for c in own):
+            unfelt.append(f"{fault.fault}: checkpoints were committed all the time")
+        if fault.fault in SLOW and not any(commit.save_seconds >= 1.0 for commit in own):
+            unfelt.append(f"{fault.fault}: no save took a second")
+    return Check(name="each fault was felt", passed=not unfelt, detail=_list(tuple(unfelt)))
 
 
 def _lost(recording: Recording) -> Check:

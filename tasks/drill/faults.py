@@ -22,6 +22,7 @@ from training.errors import Unavailable
 
 WAKE_SECONDS = 2.0
 SERVER_AWAY_SECONDS = 5.0
+FULL_BYTES = 128 * 1024  # less than a pack, more than what the drilled job writes down
 Undo = Callable[[], None]
 # What a fault needs: a stack of the drill's own, a store behind a wire, a store in a folder.
 Need = Literal["own", "wire", "folder"]
@@ -151,9 +152,9 @@ def slow_disk(scene: Scene, victim: Victim) -> Undo:
 
 
 def full_disk(_: Scene, victim: Victim) -> Undo:
-    """The training process may not make files grow: what a quota that is used up does to it (RLIMIT_FSIZE)."""
+    """No pack fits any more, as when a quota is used up: the training process's files may not grow so large."""
     before = victim.training.rlimit(resource.RLIMIT_FSIZE)
-    victim.training.rlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    victim.training.rlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
 
     def free() -> None:
         with contextlib.suppress(psutil.Error):
@@ -208,6 +209,7 @@ def injected(scene: Scene, fault: Fault, victim: Victim) -> tuple[Injected, Undo
         Injected(
             fault=fault.name,
             at=at,
+            answer=fault.answer,
             token=None if on_parent else victim.token,
             pid=victim.training.pid,
             flow_run_id=parents[-1]["id"] if parents else victim.flow_run_id,

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from infra.automations import TAG
 from tasks.drill.recording import StateSeen
 
 TIMEOUT_SECONDS = 10.0
@@ -20,9 +21,16 @@ class Journal:
         self._api_url, self._run = api_url, run
 
     def flow_runs(self) -> list[dict[str, Any]]:
-        """All flow runs of the training, parents and ranges, oldest first."""
-        wanted = {"flow_runs": {"tags": {"all_": [f"run:{self._run}"]}}, "limit": LIMIT, "sort": "START_TIME_ASC"}
-        found: list[dict[str, Any]] = self._ask("POST", "/flow_runs/filter", wanted)
+        """All flow runs of the training, parents and ranges, oldest first.
+
+        By parameter: a parent that an automation has just made has no tag of its training yet.
+        """
+        wanted = {
+            "flow_runs": {"tags": {"all_": [TAG]}},
+            "limit": LIMIT,
+            "sort": "EXPECTED_START_TIME_DESC",
+        }
+        found = [run for run in self._ask("POST", "/flow_runs/filter", wanted) if _training(run) == self._run]
         return sorted(found, key=lambda run: str(run["created"]))
 
     def parents(self) -> list[dict[str, Any]]:
@@ -59,6 +67,12 @@ class Journal:
         answer = httpx.request(method, self._api_url + path, json=body, timeout=TIMEOUT_SECONDS, trust_env=False)
         answer.raise_for_status()
         return answer.json()
+
+
+def _training(run: dict[str, Any]) -> str | None:
+    parameters = run.get("parameters") or {}
+    name = (parameters.get("order") or parameters).get("run")
+    return str(name) if name else None
 
 
 def is_parent(run: dict[str, Any]) -> bool:

@@ -42,7 +42,7 @@ def trials(recording: Recording) -> list[Trial]:
     """One for each fault, in order. A fault is answered for until the next one comes."""
     faults = recording.injected
     ends = [fault.at for fault in faults[1:]] + [recording.hurried or recording.ended]
-    return [_trial(recording, fault, end) for fault, end in zip(faults, ends, strict=True)]
+    return [_trial(recording, fault, end) for fault, end in zip(faults, ends, strict=False)]
 
 
 def began(recording: Recording) -> float:
@@ -134,18 +134,19 @@ def _verdict(
     recording: Recording, fault: Injected, end: float, following: list[TokenSeen]
 ) -> tuple[float, str] | None:
     """When the attempt that was hit was given up, and by whom; whatever shows it first."""
-    signs = [(seen.claimed, "next claim") for seen in following[:1]]
+    signs = [
+        (seen.ended, seen.ended_by)
+        for seen in recording.tokens
+        if seen.token == fault.token and seen.ended is not None
+    ]
     signs += [
         (change.at, f"Prefect: {change.state.lower()}")
         for change in recording.states
         if change.flow_run_id == fault.flow_run_id and change.state not in CALM_STATES
     ]
-    signs += [
-        (seen.ended, seen.ended_by)
-        for seen in recording.tokens
-        if seen.token == fault.token and seen.ended is not None
-    ]
-    return min((sign for sign in signs if fault.at <= sign[0] < end), default=None)
+    signs += [(seen.claimed, "next claim") for seen in following[:1]]
+    seen_in_time = [sign for sign in signs if fault.at <= sign[0] < end]
+    return min(seen_in_time, key=lambda sign: sign[0], default=None)  # of two at once, the one that says more
 
 
 def _lost(recording: Recording, fault: Injected, seen: TokenSeen) -> int | None:

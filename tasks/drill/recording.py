@@ -16,6 +16,7 @@ class Injected(Frozen):
 
     fault: str
     at: float
+    answer: str = "token"  # what must come: another `token` that trains, `steps` of any attempt, another `parent`
     token: int | None = None  # of the attempt that was hit
     pid: int | None = None  # its training process
     flow_run_id: str | None = None

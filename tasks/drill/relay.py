@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import socket
 import threading
+import time
+from collections.abc import Iterator
 
 LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
-START_SECONDS = 10.0
+JOIN_SECONDS = 5.0
 
 
 class Relay:
-    """Listens on `host` and passes everything on to a port of this machine, in a thread of its own.
+    """Listens on `host` and passes everything on to a port of this machine, in threads of its own.
 
     While it is cut, connections stay open and new ones are accepted, but nothing arrives: no error tells either
     side, as when a cable is pulled. What was under way arrives when it is healed.
@@ -24,15 +26,16 @@ class Relay:
 
     def __init__(self, target_port: int, host: str = LOOPBACK) -> None:
         self._target_port, self.host = target_port, host
-        self.port = 0
         self.delay_seconds = 0.0
-        self._loop = asyncio.new_event_loop()
-        self._open: asyncio.Event | None = None
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="retoma-relay", daemon=True)
+        self._open = threading.Event()
+        self._open.set()
+        self._closing = False
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="retoma-relay", daemon=True)
         self._thread.start()
-        if not self._ready.wait(START_SECONDS) or not self.port:
-            raise OSError(f"no relay could listen on {host}")
 
     @property
     def url(self) -> str:
@@ -41,56 +44,65 @@ class Relay:
 
     def cut(self) -> None:
         """Nothing passes any more."""
-        self._loop.call_soon_threadsafe(self._gate().clear)
+        self._open.clear()
 
     def heal(self) -> None:
         """Everything passes again, what was held back first."""
-        self._loop.call_soon_threadsafe(self._gate().set)
+        self._open.set()
 
     def close(self) -> None:
-        """Close all connections, and end the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_SECONDS)
+        """Close all connections, and end the threads."""
+        self._closing = True
+        self._open.set()
+        with self._lock:
+            ours = [self._listener, *self._sockets]
+        for one in ours:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._thread.join(JOIN_SECONDS)
+        self._listener.close()
 
-    def _gate(self) -> asyncio.Event:
-        assert self._open is not None  # noqa: S101 - made before `_ready` was set
-        return self._open
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(near,), name="retoma-relay", daemon=True).start()
 
-    def _work(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    def _serve(self, near: socket.socket) -> None:
+        """One connection, both directions."""
+        with near:
+            self._open.wait()
+            try:
+                far = socket.create_connection((LOOPBACK, self._target_port))
+            except OSError:  # the server is away: so says the wire
+                return
+            with far, self._known(near, far):
+                back = threading.Thread(target=self._pass_on, args=(far, near), name="retoma-relay", daemon=True)
+                back.start()
+                self._pass_on(near, far)
+                back.join()
+
+    @contextlib.contextmanager
+    def _known(self, *sockets: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._sockets.update(sockets)
         try:
-            self._open = asyncio.Event()
-            self._open.set()
-            server = self._loop.run_until_complete(asyncio.start_server(self._serve, self.host, 0))
-            self.port = int(server.sockets[0].getsockname()[1])
-            self._ready.set()
-            self._loop.run_forever()
-            server.close()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            yield
         finally:
-            self._ready.set()
-            self._loop.close()
+            with self._lock:
+                self._sockets.difference_update(sockets)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._gate().wait()
-        try:
-            there, back = await asyncio.open_connection(LOOPBACK, self._target_port)
-        except OSError:  # the server is away: so says the wire
-            writer.close()
-            return
-        await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until one side closes; then both are closed."""
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        """Until one side closes; then the other is told."""
         with contextlib.suppress(OSError):
-            while data := await reader.read(READ_BYTES):
+            while data := source.recv(READ_BYTES):
                 if self.delay_seconds:
-                    await asyncio.sleep(self.delay_seconds)
-                await self._gate().wait()
-                writer.write(data)
-                await writer.drain()
-            await self._gate().wait()
-        writer.close()
+                    time.sleep(self.delay_seconds)
+                self._open.wait()
+                target.sendall(data)
+            self._open.wait()
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)

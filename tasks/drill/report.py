@@ -75,7 +75,9 @@ def markdown(drill: Drill) -> str:
         checks = judge(recording)
         title = f"{recording.scenario}: {_word(all(check.passed for check in checks))}"
         lines += ["", f"## {title}", "", _summary(recording), ""]
-        lines += [f"- {_word(check.passed)} {check.name}: {check.detail or 'nothing to tell'}" for check in checks]
+        lines += [
+            f"- {_word(check.passed)} {check.name}{': ' if check.detail else ''}{check.detail}" for check in checks
+        ]
     if drill.skipped:
         lines += ["", "## Not possible here", ""]
         lines += [f"- {name}: {reason}" for name, reason in drill.skipped.items()]

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from infra.settings import Settings
@@ -14,8 +15,8 @@ from tasks.drill.job import DrillJob, Straight, built_in_job, users_job
 from tasks.drill.recording import Recording
 from tasks.drill.report import Drill, markdown, now, page
 from tasks.drill.rig import Report, Rig, own_rig, users_rig
-from tasks.drill.scenarios import PENDING, RANDOM, Scenario
-from tasks.drill.session import Session
+from tasks.drill.scenarios import RANDOM, Scenario
+from tasks.drill.session import PENDING, Session
 
 Jobs = Callable[[int], DrillJob]
 
@@ -70,7 +71,7 @@ def run_drill(
                     report=report,
                     seed=scenario.seed,
                     kill_pending=scenario.name == PENDING,
-                ).record(lambda made=made: straights.digest(made))
+                ).record(partial(straights.digest, made))
                 drill.recordings.append(recording)
                 each(recording)
         return drill

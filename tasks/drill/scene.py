@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
 import psutil
 
 from tasks.drill.journal import Journal
@@ -19,6 +21,7 @@ from training.checkpoint.token import read_claim
 from training.errors import Corrupt, Unavailable
 
 POLL_SECONDS = 0.03
+OVER_SECONDS = 2.0
 T = TypeVar("T")
 
 
@@ -59,7 +62,23 @@ class Scene:
         Raises:
             Unavailable: there is none in time, or the training is over.
         """
-        return self.wait_for(self._victim, timeout_seconds, "an attempt that trains and has committed something")
+        looked = time.monotonic()
+
+        def look() -> Victim | None:
+            nonlocal looked
+            if time.monotonic() - looked > OVER_SECONDS:
+                looked = time.monotonic()
+                self._refuse_if_over()
+            return self._victim()
+
+        return self.wait_for(look, timeout_seconds, "an attempt that trains and has committed something")
+
+    def _refuse_if_over(self) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            if any(run["state_type"] in ("COMPLETED", "FAILED") for run in self.journal.parents()):
+                raise Unavailable(
+                    "the training was over before the fault could be made", hint="a longer one: --set epochs=..."
+                )
 
     def wait_for(self, look: Callable[[], T | None], timeout_seconds: float, what: str) -> T:
         """Look until there is something.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import httpx
@@ -14,7 +16,7 @@ import psutil
 
 from infra.prefect_runs import PrefectRuns
 from tasks.drill.collect import collect
-from tasks.drill.faults import Fault, Undo, injected
+from tasks.drill.faults import Fault, injected
 from tasks.drill.job import DrillJob
 from tasks.drill.journal import Journal
 from tasks.drill.observer import Observer
@@ -87,12 +89,11 @@ class Session:
                 self._start(runs)
                 if self.kill_pending:
                     faults.append(self._kill_pending(scene))
-                for fault in self._faults(scene, faults):
-                    faults.append(fault)
+                self._make_faults(scene, faults)
                 hurried = time.time()
                 (scene.orders / "hurry").touch()
                 self._wait_for_end(scene)
-            except (RetomaError, psutil.Error, OSError) as error:
+            except (RetomaError, psutil.Error, httpx.HTTPError, OSError, subprocess.CalledProcessError) as error:
                 scene.failures.append(f"{type(error).__name__}: {error}")
                 self.report(f"{self.scenario}: {scene.failures[-1]}")
                 self._give_up(scene)
@@ -105,8 +106,8 @@ class Session:
         start_or_attach(self.rig.settings, runs, file, [], load_config(file), run=self.run, new=True)
         self.report(f"{self.scenario}: run {self.run}, {self.job.config.epochs * self.job.steps_per_epoch} steps")
 
-    def _faults(self, scene: Scene, done: list[Injected]) -> Iterator[Injected]:
-        """Make one fault after the other. Each is taken back before the next one comes."""
+    def _make_faults(self, scene: Scene, done: list[Injected]) -> None:
+        """Make one fault after the other, and note it. Each is taken back before the next one comes."""
         for planned in self.plan:
             victim = scene.victim(START_SECONDS if not done else planned.fault.limit_seconds)
             if planned.since_last and done:
@@ -118,39 +119,37 @@ class Session:
             offset = fault.at - min(scene.observer.seen.values())
             what = f"{planned.fault.name} {fault.detail}, token {fault.token}"
             self.report(f"{self.scenario}: {offset:6.1f} s {what}")
-            yield self._follow(scene, planned.fault, fault, victim, undo)
+            done.append(fault)
+            try:
+                self._wait_for_answer(scene, planned.fault, fault, victim)
+            finally:
+                done[-1] = fault.model_copy(update={"until": time.time()})
+                undo()
+            before = scene.observer.seen
+            seconds = max(1.0, fault.at + planned.fault.limit_seconds - time.time())
+            what = f"a checkpoint after {fault.fault}"
+            scene.wait_for(partial(self._committed, scene, before), seconds, what)
 
-    def _follow(self, scene: Scene, fault: Fault, made: Injected, victim: Victim, undo: Undo) -> Injected:
-        """Wait for the answer, take the fault back, and wait for a new checkpoint."""
-        try:
-            if fault.answer == "token":
-                hold_until = made.at + (fault.hold_seconds or fault.limit_seconds)
-                self._wait_for_takeover(scene, victim, hold_until)
-            elif fault.answer == "parent":
-                scene.wait_for(lambda: self._other_parent(scene, made), fault.limit_seconds, "another parent")
-            else:
-                time.sleep(max(0.0, made.at + fault.hold_seconds - time.time()))
-        finally:
-            until = time.time()
-            undo()
-        before = scene.observer.seen
-        seconds = max(1.0, made.at + fault.limit_seconds - time.time())
-        scene.wait_for(lambda: self._committed(scene, before), seconds, f"a checkpoint after {fault.name}")
-        return made.model_copy(update={"until": until})
+    def _wait_for_answer(self, scene: Scene, fault: Fault, made: Injected, victim: Victim) -> None:
+        """Until the fault has lasted as long as it should, or was answered."""
+        if fault.answer == "token":
+            hold_until = made.at + (fault.hold_seconds or fault.limit_seconds)
+            self._wait_for_takeover(scene, victim, hold_until)
+        elif fault.answer == "parent":
+            scene.wait_for(lambda: self._other_parent(scene, made), fault.limit_seconds, "another parent")
+        else:
+            time.sleep(max(0.0, made.at + fault.hold_seconds - time.time()))
 
     def _wait_for_takeover(self, scene: Scene, victim: Victim, until: float) -> None:
         """Until another attempt has made a step, or the time is over: then the fault is taken back first."""
         known = set(scene.observer.steps())
+
+        def taken_over() -> bool | None:
+            newer = scene.observer.newest_token() > victim.token
+            return True if newer and set(scene.observer.steps()) - known else None
+
         with contextlib.suppress(Unavailable):
-            scene.wait_for(
-                lambda: (
-                    True
-                    if scene.observer.newest_token() > victim.token and set(scene.observer.steps()) - known
-                    else None
-                ),
-                max(0.0, until - time.time()),
-                "a takeover",
-            )
+            scene.wait_for(taken_over, max(0.0, until - time.time()), "a takeover")
 
     def _other_parent(self, scene: Scene, made: Injected) -> bool | None:
         others = [run for run in scene.journal.parents() if run["id"] != made.flow_run_id]

@@ -11,6 +11,7 @@ Files in `folder`:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -83,7 +84,8 @@ class Drilled(Job[DrilledParams]):
             self.steps.parent.mkdir(parents=True, exist_ok=True)
             self._out = os.open(self.steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             os.fsync = self._maybe_slow_fsync
-        os.write(self._out, f"{time.time():.4f}\n".encode())
+        with contextlib.suppress(OSError):  # a disk that is full is the store's matter
+            os.write(self._out, f"{time.time():.4f}\n".encode())
         if self.params.step_seconds and not self._is_ordered("hurry"):
             time.sleep(self.params.step_seconds)
         if self._is_ordered(f"{os.getpid()}.hang"):
@@ -94,10 +96,10 @@ class Drilled(Job[DrilledParams]):
     def _is_ordered(self, name: str) -> bool:
         return (self.orders / name).exists()
 
-    def _maybe_slow_fsync(self, descriptor: int) -> None:
+    def _maybe_slow_fsync(self, fd: Any) -> None:
         if self._is_ordered("slow-disk"):
             time.sleep(SLOW_SECONDS)
-        _fsync(descriptor)
+        _fsync(fd)
 
 
 def _wait_for_ever_with_the_lock() -> None:

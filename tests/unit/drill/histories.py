@@ -33,7 +33,7 @@ def killed(**changes: Any) -> Recording:
                 start_step=0,
                 flow_run_id="a",
                 pid=11,
-                ended=START + 3.5,
+                ended=START + 3.55,
                 ended_kind="Unavailable",
                 ended_by="supervisor",
             ),

@@ -28,7 +28,7 @@ def test_a_training_that_came_through_passes_every_check() -> None:
         ({"failures": ("it woke",)}, "drill"),
         ({"problems": ("manifests/1: gone",)}, "history is sound"),
         ({"unregistered": ("000001/00000001",)}, "MLflow has every checkpoint"),
-        ({"injected": ()}, "faults were injected"),
+        ({"injected": ()}, "each fault was felt"),
         ({"steps": {11: steps(START + 1, 25)}}, "training went on after each fault"),
         ({"steps": {11: steps(START + 1, 25), 12: ()}}, "training went on after each fault"),
     ],
@@ -58,3 +58,21 @@ def test_damage_that_the_drill_has_done_must_be_named_and_may_cost_more() -> Non
     assert failing(recording) == ["damage was found and named"]
     named = fell_back.model_copy(update={"skipped": ("packs/x: digest differs",)})
     assert failing(killed(injected=(fault,), tokens=(first, named))) == []
+
+
+def test_a_fault_that_changed_nothing_proves_nothing() -> None:
+    def with_fault(name: str) -> Recording:
+        fault = Injected(fault=name, at=START + 1, until=START + 3.2, answer="steps", token=1, pid=11)
+        return killed(injected=(fault,))
+
+    assert failing(with_fault("full-disk")) == ["each fault was felt"]
+    assert failing(with_fault("slow-disk")) == ["each fault was felt"]
+    assert failing(with_fault("restart-mlflow")) == []
+
+
+def test_the_attempt_that_was_hit_must_be_replaced_where_that_is_the_answer() -> None:
+    first = killed().tokens[0].model_copy(update={"ended": None})
+    alone = {"tokens": (first,), "steps": {11: steps(START + 1, 40)}}
+    assert failing(killed(**alone)) == ["training went on after each fault"]
+    fault = killed().injected[0].model_copy(update={"answer": "steps"})
+    assert failing(killed(injected=(fault,), **alone)) == []

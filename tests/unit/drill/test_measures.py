@@ -12,7 +12,7 @@ from tests.unit.drill.histories import START, killed, steps
 def test_a_kill_is_measured_from_the_fault_to_the_next_trained_step() -> None:
     (trial,) = trials(killed())
     assert trial.by == "supervisor"
-    assert trial.verdict_seconds == pytest.approx(0.05)
+    assert trial.verdict_seconds == pytest.approx(0.1)
     assert trial.claim_seconds == pytest.approx(0.55)
     assert trial.restore_seconds == pytest.approx(2.55)
     assert trial.recovery_seconds == pytest.approx(3.05)
@@ -36,9 +36,11 @@ def test_the_first_sign_is_the_verdict_whoever_gives_it() -> None:
     silent = first.model_copy(update={"ended": None})
     states = (StateSeen(flow_run_id="a", name="a1", state="CANCELLING", at=START + 3.8),)
     (trial,) = trials(killed(tokens=(silent, second), states=states))
-    assert (trial.by, trial.verdict_seconds) == ("Prefect: cancelling", pytest.approx(0.35))
+    assert trial.by == "Prefect: cancelling"
+    assert trial.verdict_seconds == pytest.approx(0.35)
     (trial,) = trials(killed(tokens=(silent, second), states=()))
-    assert (trial.by, trial.verdict_seconds) == ("next claim", pytest.approx(0.55))
+    assert trial.by == "next claim"
+    assert trial.verdict_seconds == pytest.approx(0.55)
 
 
 def test_a_fault_that_nobody_took_over_costs_the_longest_time_without_a_step() -> None:
@@ -90,7 +92,8 @@ def test_a_parent_has_recovered_when_another_one_runs() -> None:
     )
     fault = Injected(fault="kill-parent", at=START + 3, pid=11, flow_run_id="p")
     (trial,) = trials(killed(injected=(fault,), states=states))
-    assert (trial.verdict_seconds, trial.recovery_seconds) == (pytest.approx(1.0), pytest.approx(5.0))
+    assert trial.verdict_seconds == pytest.approx(1.0)
+    assert trial.recovery_seconds == pytest.approx(5.0)
 
 
 def test_goodput_is_the_time_of_the_steps_that_lasted() -> None:
