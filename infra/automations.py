@@ -88,13 +88,13 @@ def wanted(settings: Settings) -> list[dict[str, Any]]:
         _automation(
             "range not started",
             "A range that a worker took and never started is cancelled.",
-            _absence(*_events("Pending"), begun, settings.pending_within_seconds, RANGE),
+            _absence("prefect.flow-run.Pending", begun, settings.pending_within_seconds, RANGE),
             _set("Cancelling", late),
         ),
         _automation(
             "parent not started",
             "A parent that a worker took and never started is set to Crashed.",
-            _absence(*_events("Pending"), begun, settings.pending_within_seconds, PARENTS),
+            _absence("prefect.flow-run.Pending", begun, settings.pending_within_seconds, PARENTS),
             _set("Crashed", late),
         ),
         *(_restart(flow) for flow in PARENTS),
