@@ -20,6 +20,7 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import Seal, claim, seal
 from training.config import CheckpointConfig, JobConfig, digest_of
+from training.errors import Unavailable
 
 T = TypeVar("T")
 FINAL = ("COMPLETED", "CRASHED", "CANCELLED", "FAILED")
@@ -59,21 +60,27 @@ class Range:
 
     def start(self, attempt: int = 1) -> None:
         """Have the worker start an attempt."""
-        deployment = ask(self._port, "GET", "/api/deployments/name/train-range/gpu")
+        deployment = self._ask("GET", "deployments/name/train-range/gpu")
         order = self._order.model_copy(update={"attempt": attempt}).model_dump(mode="json")
-        body = {"parameters": {"order": order}, "name": f"{self.run}-a{attempt}", "state": {"type": "SCHEDULED"}}
-        made = ask(self._port, "POST", f"/api/deployments/{deployment['id']}/create_flow_run", body)
+        name = f"{self.run}-a{attempt}"
+        body = {
+            "parameters": {"order": order},
+            "name": name,
+            "idempotency_key": name,
+            "state": {"type": "SCHEDULED"},
+        }
+        made = self._ask("POST", f"deployments/{deployment['id']}/create_flow_run", body)
         self.flow_run_id = made["id"]
 
     def state(self) -> dict[str, Any]:
         """The flow run's state now; its id changes whenever anybody sets one."""
-        found: dict[str, Any] = ask(self._port, "GET", f"/api/flow_runs/{self.flow_run_id}")["state"]
+        found: dict[str, Any] = self._ask("GET", f"flow_runs/{self.flow_run_id}")["state"]
         return found
 
     def set_state(self, state_type: str, message: str) -> None:
         """As an automation or another parent does it. It kills nothing."""
         body = {"state": {"type": state_type, "message": message}, "force": True}
-        ask(self._port, "POST", f"/api/flow_runs/{self.flow_run_id}/set_state", body)
+        self._ask("POST", f"flow_runs/{self.flow_run_id}/set_state", body)
 
     def ended(self) -> dict[str, Any] | None:
         """The state, when it is final."""
@@ -101,6 +108,14 @@ class Range:
         head = head_ref(self.store)
         seal(self.store, Seal(run=self.run, token=token, head=head))
         return head
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Again, where SQLite is locked by others."""
+        for _ in range(20):
+            with suppress(Unavailable):
+                return ask(self._port, method, f"/api/{path}", body)
+            time.sleep(0.2)
+        return ask(self._port, method, f"/api/{path}", body)
 
 
 def end_all(found: Range) -> None:
