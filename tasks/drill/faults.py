@@ -55,14 +55,14 @@ class Fault:
     quick: bool = False
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What there is to take back after a kill."""
 
 
 def kill_train(_: Scene, victim: Victim) -> Undo:
     """SIGKILL the training process."""
     victim.training.kill()
-    return _nothing
+    return nothing
 
 
 def freeze_train(scene: Scene, victim: Victim) -> Undo:
@@ -74,7 +74,7 @@ def freeze_train(scene: Scene, victim: Victim) -> Undo:
 def kill_flow(_: Scene, victim: Victim) -> Undo:
     """SIGKILL the supervisor: the flow process of the range."""
     victim.supervisor.kill()
-    return _nothing
+    return nothing
 
 
 def kill_node(_: Scene, victim: Victim) -> Undo:
@@ -89,7 +89,7 @@ def kill_node(_: Scene, victim: Victim) -> Undo:
 def kill_parent(scene: Scene, _: Victim) -> Undo:
     """SIGKILL the flow process of the whole training."""
     psutil.Process(scene.parent_pid()).kill()
-    return _nothing
+    return nothing
 
 
 def freeze_tree(scene: Scene, victim: Victim) -> Undo:
@@ -116,8 +116,8 @@ def hang(kind: Literal["hang", "hang-gil"]) -> Callable[[Scene, Victim], Undo]:
     def make(scene: Scene, victim: Victim) -> Undo:
         order = scene.orders / f"{victim.training.pid}.{kind}"
         order.touch()
-        made = scene.steps_of(victim.training)
-        scene.wait_for(lambda: True if scene.steps_of(victim.training) > made else None, 30, "a step that hangs")
+        begun = order.with_name(f"{order.name}.begun")
+        scene.wait_for(lambda: True if begun.exists() else None, 30, "a step that hangs")
         return order.unlink
 
     return make
@@ -170,7 +170,7 @@ def corrupt_object(scene: Scene, victim: Victim) -> Undo:
         flip_newest_byte(scene.store, scene.run)
     finally:
         victim.training.kill()
-    return _nothing
+    return nothing
 
 
 def flip_newest_byte(store: Store, run: str) -> str:
@@ -203,8 +203,8 @@ def injected(scene: Scene, fault: Fault, victim: Victim) -> tuple[Injected, Undo
     parents = scene.journal.parents() if on_parent else []
     at = time.time()
     undo = fault.make(scene, victim)
-    if fault.name.startswith("hang"):  # it began at the end of the last step
-        at = scene.observer.steps()[victim.training.pid][-1]
+    if fault.name.startswith("hang"):
+        at = time.time()  # not when it was ordered
     return (
         Injected(
             fault=fault.name,

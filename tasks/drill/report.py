@@ -17,7 +17,8 @@ WORDS = {
     "new token": "until the next attempt had claimed its token",
     "first step": "until that attempt had trained its first step; where nobody took over: the longest stand-still",
     "steps lost": "steps that had been trained and were trained again",
-    "goodput": "time of the steps that lasted, over all time from the first step on",
+    "goodput": "time of the steps that lasted, over all time from the first step on; of one fault in a short "
+    "training it says little",
 }
 LEGEND = (
     ("#2a7f8e", "steps that lasted"),

@@ -54,7 +54,8 @@ def run_drill(
         for made in jobs.values():
             straights.begin(made)  # while the servers start
         with _rig(settings, folder, report, s3=s3, here=here) as rig:
-            drill = Drill(started=now(), about=rig.about)
+            about = {"job": next(iter(jobs.values())).config.short_name, **rig.about}
+            drill = Drill(started=now(), about=about | {"seed": str(scenarios[0].seed)})
             for scenario in scenarios:
                 if reason := scenario.why_not(rig):
                     drill.skipped[scenario.name] = reason

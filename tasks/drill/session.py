@@ -16,7 +16,7 @@ import psutil
 
 from infra.prefect_runs import PrefectRuns
 from tasks.drill.collect import collect
-from tasks.drill.faults import Fault, injected
+from tasks.drill.faults import Fault, injected, nothing
 from tasks.drill.job import DrillJob
 from tasks.drill.journal import Journal
 from tasks.drill.observer import Observer
@@ -123,7 +123,8 @@ class Session:
             try:
                 self._wait_for_answer(scene, planned.fault, fault, victim)
             finally:
-                done[-1] = fault.model_copy(update={"until": time.time()})
+                if undo is not nothing:
+                    done[-1] = fault.model_copy(update={"until": time.time()})
                 undo()
             before = scene.observer.seen
             seconds = max(1.0, fault.at + planned.fault.limit_seconds - time.time())

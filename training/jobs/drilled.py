@@ -4,7 +4,8 @@ The numbers are those of the job inside. What a signal can do to a process needs
 
 Files in `folder`:
     steps/<pid>          a line for each optimizer step: when it ended, seconds since the epoch
-    orders/<pid>.hang, orders/<pid>.hang-gil    hang after the next step, without or with the interpreter's lock
+    orders/<pid>.hang, orders/<pid>.hang-gil    hang after this step, without or with the interpreter's lock;
+                         `<name>.begun` appears when it does
     orders/slow-disk     while it exists, each fsync takes a second longer
     orders/hurry         while it exists, steps do not wait `step_seconds`
 """
@@ -88,10 +89,17 @@ class Drilled(Job[DrilledParams]):
             os.write(self._out, f"{time.time():.4f}\n".encode())
         if self.params.step_seconds and not self._is_ordered("hurry"):
             time.sleep(self.params.step_seconds)
-        if self._is_ordered(f"{os.getpid()}.hang"):
+        if self._takes(f"{os.getpid()}.hang"):
             threading.Event().wait()
-        if self._is_ordered(f"{os.getpid()}.hang-gil"):
+        if self._takes(f"{os.getpid()}.hang-gil"):
             _wait_for_ever_with_the_lock()
+
+    def _takes(self, name: str) -> bool:
+        """Whether it is ordered; it is marked as begun then."""
+        if not self._is_ordered(name):
+            return False
+        (self.orders / f"{name}.begun").touch()
+        return True
 
     def _is_ordered(self, name: str) -> bool:
         return (self.orders / name).exists()
