@@ -78,14 +78,10 @@ class SupervisorConfig(Frozen):
 class HealthConfig(Frozen):
     """What is not healthy, and what to do about it. Weights and losses that are not finite never are."""
 
-    spike_factor: float | None = Field(
-        None, gt=1, description="a loss above so many medians is one; default: none"
-    )
+    spike_factor: float | None = Field(None, gt=1, description="a loss above so many medians is one; default: none")
     spike_window_steps: int = Field(100, ge=2, description="steps before, whose median it is")
     spike_patience_steps: int = Field(10, ge=1, description="steps in a row that it takes")
-    on_divergence: Literal["stop", "rollback"] = Field(
-        "stop", description="rollback: go on from before it"
-    )
+    on_divergence: Literal["stop", "rollback"] = Field("stop", description="rollback: go on from before it")
     rollbacks: int = Field(2, ge=1, description="of a run; one more stops it")
     skip_steps: int = Field(0, ge=0, description="steps whose data is left out after a rollback, within the epoch")
 
