@@ -171,7 +171,8 @@ def label(settings: Settings, job: str, run: str, overrides: list[str]) -> None:
     """Let others find this flow run, and the automation copy the name of the run, however it was started."""
     requested = requested_digest(load_config(settings.home / job, overrides))
     with PrefectRuns() as runs:
-        runs.label(str(runtime.flow_run.id), parameters={"run": run}, tags=[run_tag(run), job_tag(requested)])
+        tags = [run_tag(run), job_tag(requested)]
+        runs.label(str(runtime.flow_run.id), name=run, parameters={"run": run}, tags=tags)
 
 
 def default_name(settings: Settings, job: str, overrides: list[str]) -> str:

@@ -164,12 +164,16 @@ class PrefectRuns:
         state: Any = Cancelling(message="the run was cancelled")
         self._ask(lambda client: client.set_flow_run_state(UUID(flow_run_id), state))
 
-    def label(self, flow_run_id: str, *, parameters: dict[str, Any], tags: Iterable[str]) -> None:
-        """Add parameters and tags to a flow run, so that others find it by them."""
+    def label(self, flow_run_id: str, *, name: str, parameters: dict[str, Any], tags: Iterable[str]) -> None:
+        """Name a flow run and add parameters and tags to it, so that others find it by them."""
         found = self.read(flow_run_id)
         merged, all_tags = {**found.parameters, **parameters}, sorted({*found.tags, *tags})
-        if (merged, all_tags) != (found.parameters, sorted(found.tags)):
-            self._ask(lambda client: client.update_flow_run(UUID(flow_run_id), parameters=merged, tags=all_tags))
+        if (found.name, found.parameters, sorted(found.tags)) != (name, merged, all_tags):
+            self._ask(
+                lambda client: client.update_flow_run(
+                    UUID(flow_run_id), name=name, parameters=merged, tags=all_tags
+                )
+            )
 
     def progress(self, run: str) -> Progress | None:
         """What the newest attempt of a run reported last."""

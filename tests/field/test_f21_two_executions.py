@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import yaml
+
 from tests.support.cuts import mnist_config, start_training, train_until, write_digits
 from training.checkpoint.commit import commit
 from training.checkpoint.history import read_lineage
@@ -12,6 +14,8 @@ from training.checkpoint.manifest import Manifest, encode_manifest
 from training.checkpoint.store import LocalStore
 from training.checkpoint.token import claim
 from training.errors import Fenced
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_two_processes_on_one_range_end_with_one_history_and_the_straight_result(tmp_path: Path) -> None:
@@ -29,6 +33,25 @@ def test_two_processes_on_one_range_end_with_one_history_and_the_straight_result
     assert lineage.head.manifest.state_digest == straight
     steps = [committed.manifest.position.step for committed in lineage.chain]
     assert steps == sorted(set(steps)), "a step is in the history twice"
+
+
+def test_nothing_but_the_parent_and_the_automation_on_its_crash_tries_again() -> None:
+    """Two owners of retries would multiply, and run the same range twice."""
+    from flows.retrain import retrain
+    from flows.train import train
+    from flows.train_range import train_range
+    from infra.automations import wanted
+    from infra.settings import Settings
+
+    assert [flow.retries for flow in (train, retrain, train_range)] == [0, 0, 0]
+    deployments = yaml.safe_load((ROOT / "infra/prefect.yaml").read_text())["deployments"]
+    assert not [each["name"] for each in deployments if "retries" in str(each).lower()]
+    starting = [
+        (each["name"], each["trigger"]["match_related"][0]["prefect.resource.name"])
+        for each in wanted(Settings())
+        if each["actions"][0]["type"] == "run-deployment"
+    ]
+    assert starting == [("retoma: train crashed", ["train"]), ("retoma: retrain crashed", ["retrain"])]
 
 
 def test_publishing_the_same_checkpoint_again_is_a_no_op(tmp_path: Path) -> None:
