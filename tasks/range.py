@@ -126,14 +126,14 @@ class RangeSupervisor:
     def _left(self, why: str) -> RangeResult:
         if self.unwanted is not None:
             raise self.unwanted
-        with suppress(Unavailable):
+        with suppress(RetomaError):
             if head := finished(self.store, self.order.run, self.order.stop):  # the last save was the end of it
                 self.hearing.report(phase="done")
                 return RangeResult(checkpoint=head.ref, position=head.manifest.position, tries=self.progress.tries)
         kept = self.progress.checkpoint or self.progress.restored or "nothing"
         error = Preempted(f"asked to leave ({why}); {kept} is committed", hint="another attempt goes on from there")
         self.hearing.report(phase="preempted", error=error.message)
-        with suppress(Unavailable):
+        with suppress(RetomaError):
             self.note_end(error)
         raise error
 
@@ -232,7 +232,8 @@ class RangeSupervisor:
         try:
             ending = self.child.run()
         except BaseException as error:
-            self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {error!r}")
+            why = str(error) or type(error).__name__
+            self.publisher.attempt_ended(token, "KILLED", f"the supervisor was stopped: {why}")
             raise
         self.publisher.attempt_ended(token, *_verdict(ending))
         self._note_ending(ending)
