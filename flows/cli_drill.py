@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,22 +67,37 @@ def drill(
         for name in chosen(scenarios or [])
     ]
     console.print(f"seed {seed}; scenarios: {', '.join(scenario.name for scenario in wanted)}")
-    done = run_drill(
-        settings,
-        wanted,
-        lambda line: console.print(line, style="dim", markup=False),
-        s3=s3,
-        here=here,
-        job=job,
-        overrides=sets or [],
-        each=lambda recording: _tell(recording, console),
-    )
+    with _stopped_in_order():
+        done = run_drill(
+            settings,
+            wanted,
+            lambda line: console.print(line, style="dim", markup=False),
+            s3=s3,
+            here=here,
+            job=job,
+            overrides=sets or [],
+            each=lambda recording: _tell(recording, console),
+        )
     folder = out or settings.state_dir / "drills" / f"{done.started:%Y%m%d-%H%M%S}"
     _publish(settings, done, write_report(done, folder), flow_run, console)
     console.print(f"report   {folder / 'drill.html'}")
     console.print("[green]passed[/]" if done.passed else "[bold red]failed[/]")
     if not done.passed:
         raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: the drill's stack ends with it."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _list(rows: dict[str, str], console: Console) -> None:

@@ -52,9 +52,13 @@ def drill(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        for line in process.stdout or ():
-            lines.append(line.rstrip())
-            logger.info("%s", lines[-1])
+        try:
+            for line in process.stdout or ():
+                lines.append(line.rstrip())
+                logger.info("%s", lines[-1])
+        except BaseException:  # this flow is stopped: so is the drill, with its stack
+            process.terminate()
+            raise
     if process.returncode:
         return Failed(message=f"the drill ended with code {process.returncode}:\n" + "\n".join(lines[-20:]))
     return Completed(message="every check holds")

@@ -98,7 +98,8 @@ class _Straights:
 
     def begin(self, job: DrillJob) -> None:
         epochs = job.config.epochs
-        self._runs[epochs] = Straight(self._root, job, self._folder / f"straight-{epochs}")
+        if epochs not in self._runs:
+            self._runs[epochs] = Straight(self._root, job, self._folder / f"straight-{epochs}")
 
     def wait(self) -> None:
         for run in self._runs.values():
