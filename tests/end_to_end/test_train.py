@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import psutil
 import pytest
 
@@ -78,6 +79,7 @@ def test_a_killed_training_process_is_restarted_in_place_and_changes_nothing(
     assert [who(lineage, token)["try"] for token in (1, 2, 3)] == [1, 1, 2]
     assert who(lineage, 2)["flow_run_id"] == who(lineage, 3)["flow_run_id"]
     assert_lineage_in_mlflow(stack, run, lineage, killed=2)
+    assert_told_what_it_cost(stack, run, killed=2)
     assert_no_orphans(stack)
 
 
@@ -94,6 +96,7 @@ def test_a_killed_flow_process_of_a_range_is_replaced_by_another_attempt(
     lineage = assert_same_as_straight(stack, run, straight_digest, text)
     assert [who(lineage, token)["attempt"] for token in (1, 2, 3)] == [1, 1, 2]
     assert_lineage_in_mlflow(stack, run, lineage, killed=2)
+    assert_told_what_it_cost(stack, run, killed=2)
     assert_no_orphans(stack)
 
 
@@ -183,6 +186,24 @@ def assert_lineage_in_mlflow(stack: Settings, run: str, lineage: Lineage, killed
     history = registry.connection.client.get_metric_history(parent.id, "train/loss")
     every, last = int(SMALL["log_every_steps"]), int(SMALL["epochs"]) * STEPS_PER_EPOCH
     assert sorted(metric.step for metric in history) == list(range(every, last + 1, every))
+
+
+def assert_told_what_it_cost(stack: Settings, run: str, killed: int) -> None:
+    """In `show`, in MLflow, and on the parent's page in Prefect."""
+    row = json.loads(retoma(stack, "show", run, "--json"))["attempts"][killed - 1]
+    assert (row["token"], row["verdict"], row["next_token"]) == (killed, "Unavailable", killed + 1)
+    assert row["next_restored"] is not None
+    assert 0 <= row["lost_steps"] <= 2 * int(SMALL["checkpoint.every_steps"])  # one save may have been in flight
+    assert 0 < row["away_seconds"] < 120
+    tags = registry_of(stack).runs.attempts(run)[killed].tags
+    assert (tags["retoma.verdict"], tags["retoma.verdict_by"]) == (row["verdict"], row["verdict_by"])
+    assert tags["retoma.lost_steps"] == str(row["lost_steps"])
+    answer = httpx.post(
+        f"{stack.prefect_url()}/artifacts/latest/filter",
+        json={"artifacts": {"key": {"any_": [f"attempts-{run}"]}}},
+        trust_env=False,
+    )
+    assert f"token {killed + 1} went on from {row['next_restored']}" in answer.json()[0]["data"]
 
 
 def assert_no_orphans(stack: Settings) -> None:
