@@ -247,7 +247,7 @@ class RangeFollower:
                 by="parent",
                 epoch=heard.epoch if heard else 0,
                 step=heard.step if heard else 0,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             ),
         )
         return True

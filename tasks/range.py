@@ -164,7 +164,7 @@ class RangeSupervisor:
                 step=self.progress.step,
                 silent_seconds=ending.silent_seconds if ending else None,
                 stack=ending.stack if ending else None,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
             ),
         )
 
