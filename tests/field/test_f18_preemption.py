@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.order import finished
 from tasks.supervise import Child
 from tests.support.staged import STEPS_PER_EPOCH, staged_config
 from training.checkpoint.history import read_lineage
@@ -153,7 +154,9 @@ def test_sigterm_in_an_evaluation_gives_it_up_and_the_next_attempt_makes_up_for_
     assert head is not None
     assert (head.manifest.position.epoch, head.manifest.position.step) == (1, STEPS_PER_EPOCH)
     assert head.manifest.meta[EVALUATION_DUE] is True
+    assert finished(scene.store, "r", 1) is None, "a range is not done without its evaluation"
     scene.goes_on_like_the_straight_run()
+    assert finished(scene.store, "r", 2) is not None
 
 
 def test_sigterm_in_an_upload_commits_what_came_after_it_too(scene: Scene) -> None:
