@@ -71,7 +71,7 @@ def _make_ready(settings: Settings, console: Console) -> None:
 
 def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Console) -> None:
     from flows.live import display_on
-    from tasks.follow import look_at, successor
+    from tasks.follow import go_on, look_at
 
     mlflow_url: str | None = None
     try:
@@ -82,7 +82,7 @@ def _follow(settings: Settings, runs: PrefectRuns, started: Started, console: Co
                     mlflow_url = look.milestone.mlflow_url
                     console.print(f"MLflow   {mlflow_url}")
                 display.show(look)
-                if look.flow_run.state == "CRASHED" and (following := successor(runs, started)):
+                if look.flow_run.state == "CRASHED" and (following := go_on(settings, runs, started)):
                     link = prefect_link(settings, f"runs/flow-run/{following.flow_run.id}")
                     console.print(f"its flow crashed; another one goes on: {link}")
                     started = following

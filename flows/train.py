@@ -23,7 +23,7 @@ from infra.settings import Settings, load_settings
 from tasks.attempts import RangeFollower, Superseded, cancel_ranges, outcome_of, run_tag
 from tasks.budget import GaveUp, refill
 from tasks.evaluate import Evaluation, evaluate
-from tasks.follow import job_tag
+from tasks.follow import job_tag, rival
 from tasks.milestones import Milestones
 from tasks.order import RangeOrder, finished
 from tasks.plan import Plan, make_plan, new_run_name, requested_digest
@@ -168,11 +168,17 @@ def register(settings: Settings, plan: Plan, evaluation: Evaluation, model: str 
 
 
 def label(settings: Settings, job: str, run: str, overrides: list[str]) -> None:
-    """Let others find this flow run, and the automation copy the name of the run, however it was started."""
-    requested = requested_digest(load_config(settings.home / job, overrides))
+    """Let others find this flow run, and the automation copy the name of the run, however it was started.
+
+    Raises:
+        Fenced: another parent of this run is alive.
+    """
+    own = str(runtime.flow_run.id)
+    tags = [run_tag(run), job_tag(requested_digest(load_config(settings.home / job, overrides)))]
     with PrefectRuns() as runs:
-        tags = [run_tag(run), job_tag(requested)]
-        runs.label(str(runtime.flow_run.id), name=run, parameters={"run": run}, tags=tags)
+        runs.label(own, name=run, parameters={"run": run}, tags=tags)
+        if other := rival(runs, run, own):
+            raise Fenced(f"flow run {other.id} goes on with it", run=run)
 
 
 def default_name(settings: Settings, job: str, overrides: list[str]) -> str:

@@ -136,8 +136,9 @@ def _worker(settings: Settings, ports: StackPorts, pool: str, limit: int) -> Com
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), own.get("PATH", os.defpath)]),
             "PYTHONPATH": os.pathsep.join(paths),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
-            # after a server outage runs in flight can't be cancelled any more: kill them instead
-            "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "true",
+            # after 25 s without the server a worker can't cancel what is in flight any more. `true` would kill
+            # healthy trainings for it; ours look at their own state, and leave when they are cancelled
+            "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "false",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(settings.heartbeat_seconds),
             "PYTHONUNBUFFERED": "1",
         },

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import psutil
 
-from infra.automations import PARENTS
+from infra.automations import COPIED, PARENTS
 from infra.beat import Progress
 from infra.prefect_runs import FlowRunInfo, PrefectRuns
 from infra.settings import Settings
@@ -23,6 +23,7 @@ from tasks.runs import run_names, unfinished
 from training.config import Frozen, JobConfig
 
 TRAIN = "train/cpu"
+TRAIN_PARAMETERS = {*COPIED["train"], "generation"}
 # The automation creates the next parent in the second of the crash, on a machine that has nothing else to do.
 SUCCESSOR_SECONDS = 20.0
 LOOK_SECONDS = 0.5
@@ -110,6 +111,38 @@ def successor(
         if clock() > deadline:
             return None
         sleep(LOOK_SECONDS)
+
+
+def go_on(settings: Settings, runs: PrefectRuns, crashed: Started) -> Started | None:
+    """The successor of a crashed parent, started here if the server has none; None when it crashed too often.
+
+    The server may be late with it: after a restart its automations hold back, for 15 minutes, what happens to a
+    flow run within 5 minutes of the change of state before.
+    """
+    found = successor(runs, crashed)
+    parameters = {**crashed.flow_run.parameters, "generation": _generation(crashed.flow_run) + 1}
+    if found or parameters["generation"] > settings.parent_generations or set(parameters) - TRAIN_PARAMETERS:
+        return found
+    flow_run = runs.start(
+        TRAIN,
+        parameters,
+        name=crashed.run,
+        key=f"{crashed.run}:after:{crashed.flow_run.id}",
+        tags=crashed.flow_run.tags,
+    )
+    return Started(run=crashed.run, flow_run=flow_run, how="resumed")
+
+
+def rival(runs: PrefectRuns, run: str, flow_run_id: str) -> FlowRunInfo | None:
+    """Another parent of the run that is alive, and was there before this one."""
+    parents = _parents(runs, run)
+    own = next((found.created for found in parents if found.id == flow_run_id), None)
+    for found in parents:
+        if found.id == flow_run_id or not found.live or found.state == "CANCELLING":
+            continue
+        if own is None or found.created is None or (found.created, found.id) < (own, flow_run_id):
+            return found
+    return None
 
 
 def look_at(runs: PrefectRuns, started: Started) -> Look:

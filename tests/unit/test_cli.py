@@ -21,7 +21,7 @@ from infra.beat import Progress
 from infra.facts import to_metadata
 from infra.prefect_runs import FlowRunInfo
 from infra.settings import Settings
-from tasks.follow import Look, Started, start_or_attach, successor
+from tasks.follow import Look, Started, go_on, rival, start_or_attach, successor
 from tasks.milestones import Milestone
 from tasks.plan import new_run_name, refuse_other_identity, requested_digest
 from tasks.runs import unfinished
@@ -280,6 +280,30 @@ def test_the_successor_of_a_crashed_parent_is_the_next_generation_of_the_same_ru
     runs.alive.pop(0)
     assert find() is None, "a server without automations: no waiting for ever"
     assert now[0] < 60
+
+
+def test_where_the_server_has_no_successor_the_command_starts_one_and_not_for_ever(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.follow.SUCCESSOR_SECONDS", 0.0)
+    monkeypatch.setattr("tasks.follow.LOOK_SECONDS", 0.0)
+    server, crashed = Server(), Started(run="r", flow_run=parent("1", "CRASHED", job="a.yaml"), how="new")
+    assert go_on(settings, server, crashed) is not None  # type: ignore[arg-type]
+    assert server.started == [{"run": "r", "job": "a.yaml", "generation": 1}]
+    often = crashed.model_copy(update={"flow_run": parent("1", "CRASHED", generation=settings.parent_generations)})
+    assert go_on(settings, server, often) is None  # type: ignore[arg-type]
+
+
+def test_of_two_parents_of_a_run_the_one_that_came_first_goes_on() -> None:
+    def at(id_: str, minute: int, state: str = "RUNNING") -> FlowRunInfo:
+        made = datetime(2026, 1, 2, 3, minute, tzinfo=UTC)
+        return parent(id_, state).model_copy(update={"created": made})
+
+    runs: Any = Server(at("c", 3), at("b", 2), at("a", 1, "CRASHED"), at("z", 0, "CANCELLING"))
+    assert rival(runs, "r", "b") is None
+    found = rival(runs, "r", "c")
+    assert found is not None
+    assert found.id == "b"
 
 
 def test_a_name_that_cannot_be_a_folder_is_refused(settings: Settings) -> None:
