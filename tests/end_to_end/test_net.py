@@ -148,6 +148,7 @@ def test_a_range_that_a_worker_took_and_never_started_is_tried_again(
     deploy(stack)
 
 
+@pytest.mark.soak
 def test_a_healthy_range_that_is_declared_dead_costs_an_attempt_and_nothing_else(
     stack: Settings, tmp_path: Path, straight_digest: str
 ) -> None:
