@@ -129,7 +129,7 @@ def _worker(settings: Settings, ports: StackPorts, pool: str, limit: int) -> Com
     arguments = ["--pool", pool, "--type", "process", "--limit", str(limit), "--name", WORKER_NAME]
     return Component(
         name=f"worker-{pool}",
-        command=_python("prefect", "--no-prompt", "worker", "start", *arguments),
+        command=_python("infra.worker", *arguments),
         environment={
             **own,
             # `python` in a deployment's job variables is this interpreter

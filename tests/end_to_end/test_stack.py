@@ -197,7 +197,7 @@ def test_two_concurrent_ups_make_one_stack(stack: Settings) -> None:
     assert [command.returncode for command in commands] == [0, 0]
     assert all("?workflowType=machine_learning" in text for text in shown)
     assert all("elemetry" in text for text in shown)
-    workers = [p for p in ProcessTable(stack.state_dir).members() if "worker" in p.cmdline()]
+    workers = [p for p in ProcessTable(stack.state_dir).members() if "infra.worker" in p.cmdline()]
     assert len(workers) == 2
 
 
