@@ -24,7 +24,10 @@ FAILED = 1
 
 def drill(
     scenarios: Annotated[
-        list[str] | None, typer.Argument(metavar="[SCENARIO...]", help="Default: a quick set. `all`: every one.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCENARIO...]", help="Joined by +: in one training. Default: a quick set. `all`: every one."
+        ),
     ] = None,
     job: Annotated[
         Path | None, typer.Option(metavar="JOB.yaml", help="Drill this job instead of the small built-in one.")

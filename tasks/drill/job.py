@@ -37,7 +37,8 @@ class DrillJob:
         """Write and return the job's file: the same training inside the drilled job, in its folder."""
         folder.mkdir(parents=True, exist_ok=True)
         values = self.config.model_dump(mode="json")
-        values |= {"name": self.config.short_name, "job": DRILLED}
+        # a name of its own: on a stack that is in use, a drill must not become a version of the real model
+        values |= {"name": f"drill-{self.config.short_name}"[:64], "job": DRILLED}
         values["params"] = {
             "job": self.config.job,
             "params": self.config.params,

@@ -67,7 +67,7 @@ def run_drill(
                     rig=rig,
                     job=made,
                     scenario=scenario.name,
-                    run=f"drill-{scenario.name}-{secrets.token_hex(2)}",
+                    run=f"{scenario.run_name}-{secrets.token_hex(2)}",
                     plan=scenario.plan(rig, made.step_seconds),
                     report=report,
                     seed=scenario.seed,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tasks.drill.faults import FAULTS
+from tasks.drill.faults import FAULTS, Fault
 from tasks.drill.rig import Rig
 from tasks.drill.session import PENDING, Planned
 from training.errors import Invalid
@@ -27,8 +27,8 @@ class Scenario:
     """One drill.
 
     Attributes:
-        name: a fault, or `random`.
-        trials: how often the fault is made in one training.
+        name: a fault, several joined by `+`, `kill-pending`, or `random`.
+        trials: how often each fault is made in the training.
         minutes: of a random drill.
         mean_seconds: between two of its faults.
         seed: of its faults, and of the moments.
@@ -41,22 +41,30 @@ class Scenario:
     seed: int = 0
 
     @property
+    def run_name(self) -> str:
+        """Beginning of its training's name."""
+        return f"drill-{self.name.replace('+', '-')}"[:56].rstrip("-")
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Those that are made one after the other."""
+        return [FAULTS[part] for part in self.name.split("+") if part in FAULTS]
+
+    @property
     def steps(self) -> int:
         """Of a training that is long enough, of the built-in job."""
         if self.name == RANDOM:
             return int(60 * self.minutes * STEPS_PER_SECOND)
         if self.name == PENDING:
             return 40
-        hold_seconds = min(30.0, FAULTS[self.name].hold_seconds)
-        return 60 + self.trials * (3 * SETTLE_STEPS + int(hold_seconds * STEPS_PER_SECOND))
+        holds = [int(min(30.0, fault.hold_seconds) * STEPS_PER_SECOND) for fault in self.faults]
+        return 60 + self.trials * sum(3 * SETTLE_STEPS + steps for steps in holds)
 
     def why_not(self, rig: Rig) -> str | None:
         """Why it is impossible on this rig; None if it is possible."""
         if self.name == PENDING:
             return None if rig.own else "needs a stack of the drill's own"
-        if self.name == RANDOM:
-            return None
-        needs = FAULTS[self.name].needs
+        needs = {need for fault in self.faults for need in fault.needs}
         if "own" in needs and not rig.own:
             return "needs a stack of the drill's own"
         if "wire" in needs and rig.seaweed is None:
@@ -74,7 +82,8 @@ class Scenario:
             yield from self._random(rig, rng)
             return
         for _ in range(self.trials):
-            yield Planned(FAULTS[self.name], rng.uniform(0.3, 2 * SETTLE_STEPS * (step_seconds or 0.1)))
+            for fault in self.faults:
+                yield Planned(fault, rng.uniform(0.3, 2 * SETTLE_STEPS * (step_seconds or 0.1)))
 
     def _random(self, rig: Rig, rng: random.Random) -> Iterator[Planned]:
         """As a Poisson process; what can't be made here is left out of the draw."""
@@ -97,16 +106,18 @@ def about() -> dict[str, str]:
 
 
 def chosen(names: list[str]) -> list[str]:
-    """Names of scenarios: those given, `all`, or the quick set.
+    """Names of scenarios: those given, `all`, or the quick set, which is one training.
 
     Raises:
         Invalid: there is no such scenario.
     """
     every = list(about())
     if not names:
-        return [name for name, fault in FAULTS.items() if fault.quick]
+        return ["+".join(name for name, fault in FAULTS.items() if fault.quick)]
     if names == ["all"]:
         return every
-    if unknown := [name for name in names if name not in every]:
+    parts = [part for name in names for part in (name.split("+") if "+" in name else ())]
+    unknown = [name for name in names if "+" not in name and name not in every]
+    if unknown := unknown + [part for part in parts if part not in FAULTS]:
         raise Invalid(f"no scenario {', '.join(unknown)}", hint=f"there are: {', '.join(every)}; or all")
     return names

@@ -30,7 +30,7 @@ from training.config import load_config
 from training.errors import RetomaError, Unavailable
 
 END_SECONDS = 600.0
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 LOOK_SECONDS = 0.5
 SUCCESSOR_SECONDS = 15.0  # a parent that crashed is replaced by then
 PENDING = "kill-pending"

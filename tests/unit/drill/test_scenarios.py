@@ -29,13 +29,24 @@ def test_every_scenario_of_the_issue_is_there() -> None:
     wanted += " partition-store partition-both slow-disk full-disk corrupt-object restart-prefect restart-mlflow"
     assert set(wanted.split()) | {"kill-pending", "random"} <= set(about())
     assert chosen(["all"]) == list(about())
-    assert "kill-train" in chosen([])
+    assert chosen([]) == ["kill-train+freeze-train+hang-gil+kill-flow"]
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(Invalid, match="no scenario kill-tran") as caught:
         chosen(["kill-tran"])
     assert "kill-train" in str(caught.value.hint)
+    with pytest.raises(Invalid, match="no scenario random"):
+        chosen(["kill-train+random"])
+
+
+def test_faults_that_are_joined_are_made_one_after_the_other_in_one_training(tmp_path: Path) -> None:
+    scenario = Scenario("kill-flow+hang", trials=2)
+    made = [planned.fault.name for planned in scenario.plan(rig(tmp_path), 0.1)]
+    assert made == ["kill-flow", "hang", "kill-flow", "hang"]
+    assert scenario.steps > Scenario("kill-flow").steps
+    assert "+" not in scenario.run_name
+    assert Scenario("hang+freeze-tree").why_not(rig(tmp_path, own=False)) is not None
 
 
 def test_the_same_seed_makes_the_same_moments(tmp_path: Path) -> None:
