@@ -130,15 +130,17 @@ def _tries(store: Store) -> Iterator[Try]:
 
 
 def _step(store: Store, end: End) -> int | None:
-    """The step that was heard of last, at least the one that was restored."""
+    """The step that was heard of last, at least the one that was committed or restored."""
     if end.by == "successor":  # it heard of none
         return None
+    own = sequences(store, end.token)
     try:
         head = read_seal(store, end.token).head
-        restored = read_committed(store, head.token, head.sequence).manifest.position.step if head else 0
+        place = (end.token, own[-1]) if own else (head.token, head.sequence) if head else None
+        certain = read_committed(store, *place).manifest.position.step if place else 0
     except Corrupt:
-        restored = 0
-    return max(end.step, restored)
+        certain = 0
+    return max(end.step, certain)
 
 
 def _refilled(store: Store) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -48,4 +49,5 @@ class MortalDigits(MnistCnn):
             if died.exists():
                 return
             died.touch()
+        time.sleep(1.0)  # the save before is committed, and heard of
         os.kill(os.getpid(), signal.SIGKILL)

@@ -102,6 +102,16 @@ def test_the_same_step_failing_again_and_again_stops_with_its_number_and_all_rea
         assert words in str(raised.value)
 
 
+def test_a_step_that_was_committed_counts_though_it_was_not_heard_of() -> None:
+    runs = Runs()
+    runs.end("Unavailable", 68, saves=70)
+    for _ in range(2):
+        check_budget(runs.store, order())
+        runs.end("Unavailable", 70)
+    with pytest.raises(GaveUp, match="3 tries in a row ended at step 70"):
+        check_budget(runs.store, order())
+
+
 def test_other_steps_or_a_checkpoint_in_between_are_no_such_repetition() -> None:
     runs = Runs()
     for step in (73, 73, 74, 73, 73):
