@@ -44,7 +44,7 @@ def publish_to_mlflow(settings: Settings, drill: Drill, files: dict[str, Path]) 
         connection = Connection(settings.tracking_url(), settings.mlflow_timeout_seconds)
         experiment = Experiment(connection, EXPERIMENT).id()
         tags = {
-            f"retoma.drill.{scenario.replace("+", "/")}": "pass" if all(check.passed for check in checks) else "fail"
+            f"retoma.drill.{scenario.replace('+', '/')}": "pass" if all(c.passed for c in checks) else "fail"
             for scenario, checks in drill.checks().items()
         }
         with connection.asking("publishing a drill") as client:
