@@ -171,6 +171,7 @@ def test_what_a_person_cancelled_stays_cancelled_with_ranges_of_every_generation
         in_the_middle_of_epoch(stack, run, 0, command)
         parent_process(stack, run).kill()
         second = wait_for(lambda: next(iter(flow_runs(stack, run, "train")[1:]), None), 20)
+        assert ":after:" not in second["idempotency_key"], "made by the server, not by the command that waits"
         wait_for(lambda: True if states(stack, run, "train")[1] == "RUNNING" else None, 30)
         prefect(stack, "flow-run", "cancel", second["id"])
         command.process.wait(60)

@@ -118,7 +118,9 @@ def test_a_flow_run_that_is_over_is_not_missed(settings: Settings, name: str, st
 
 def test_a_parent_that_the_command_replaces_is_not_replaced_by_the_server_too(settings: Settings) -> None:
     for flow in PARENTS:
-        assert by_name(settings)[f"{flow} crashed"]["trigger"]["expect"] == ["prefect.flow-run.Crashed"]
+        events = by_name(settings)[f"{flow} crashed"]["trigger"]["expect"]
+        assert events == ["prefect.flow-run.Crashed"]
+        assert f"prefect.flow-run.{SUPERSEDED}" not in events
 
 
 @pytest.mark.parametrize(
