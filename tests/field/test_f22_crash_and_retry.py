@@ -12,7 +12,7 @@ import pytest
 from infra.beat import Progress
 from infra.prefect_runs import FlowRunInfo
 from tasks.attempts import RangeFollower, outcome_of
-from tasks.budget import GaveUp, refill
+from tasks.budget import GaveUp
 from tasks.order import RangeOrder
 from tasks.range import RangeSupervisor
 from tests.support.cuts import mnist_config, write_digits
@@ -159,11 +159,6 @@ def test_killed_every_time_at_one_step_it_stops_and_says_so_and_no_new_parent_fo
         with pytest.raises(GaveUp):
             world.follow()
     assert world.tokens == 3, "a new parent has tried it once more"
-
-    refill(world.store, "r")  # a person has looked at it
-    with pytest.raises(GaveUp):
-        world.follow()
-    assert world.tokens == 6
 
 
 def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
