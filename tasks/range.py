@@ -164,7 +164,7 @@ class RangeSupervisor:
                 step=self.progress.step,
                 silent_seconds=ending.silent_seconds if ending else None,
                 stack=ending.stack if ending else None,
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                created=_now(),
             ),
         )
 
@@ -250,11 +250,15 @@ class RangeSupervisor:
         """Attempts before ours that left no word died with their supervisors."""
         older, known = token - 1, set(end_numbers(self.store))
         while older > max(0, token - PREDECESSORS) and older not in known:
-            reason = f"its supervisor left no word; found by token {token}"
-            put_end(
-                self.store,
-                End(run=self.order.run, token=older, kind=Unavailable.__name__, reason=reason, by="successor"),
+            end = End(
+                run=self.order.run,
+                token=older,
+                kind=Unavailable.__name__,
+                reason=f"its supervisor left no word; found by token {token}",
+                by="successor",
+                created=_now(),
             )
+            put_end(self.store, end)
             older -= 1
 
     def _who(self, tries: int) -> dict[str, Any]:
@@ -311,6 +315,10 @@ class RangeSupervisor:
         failure = (failed.error, failed.message)
         repeated, self.last_failure = failure == self.last_failure, failure
         return repeated
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _verdict(ending: Ending) -> tuple[RunStatus, str]:

@@ -178,7 +178,7 @@ def test_sigterm_in_a_restore_leaves_at_once(scene: Scene) -> None:
     process = scene.start()
     scene.reaches("restore")
     process.terminate()
-    assert "before the first step" in scene.ends_preempted(within_seconds=2)
+    assert "before the first step" in scene.ends_preempted(within_seconds=3)
     scene.fast()
     assert scene.position() == before
     scene.goes_on_like_the_straight_run()
