@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from infra.beat import Progress as Shown
+from infra.beat import Reporter
 from training.checkpoint.manifest import Position
 from training.config import SupervisorConfig
 from training.errors import Diverged
@@ -105,6 +109,21 @@ def test_a_loss_that_is_not_finite_makes_no_beat(loop: Loop) -> None:
     with pytest.raises(Diverged):
         loop.progress.step(Position(step=2), torch.tensor(float("nan")))
     assert len(loop.beats()) == beats
+
+
+@pytest.mark.parametrize(("beats", "events"), [(0, 0), (1, 1)])
+def test_no_event_is_sent_before_the_first_message(beats: int, events: int) -> None:
+    def refuse() -> Any:
+        raise ConnectionError("refused")
+
+    sent: list[dict[str, Any]] = []
+    shown = Shown(
+        run="r", start=0, stop=1, epochs=1, attempt=1, flow_run_id="f", host="h", pid=1, pid_started=0, beats=beats
+    )
+    reporter = Reporter("0" * 32, send_seconds=0.01, connect=refuse, emit=lambda **event: sent.append(event))
+    reporter.report(shown)
+    reporter.close()
+    assert len(sent) == events
 
 
 def test_a_wish_interrupts_what_can_be_done_again_once_and_nothing_else() -> None:
