@@ -47,4 +47,4 @@ def retrain(
             changes = [*changes, f"init_from={verdict.init_from.model_dump_json()}"]
         return run_training(settings, job, name, changes, generation=generation, model=registered_model)
 
-    return as_parent(generation, body)
+    return as_parent(body)

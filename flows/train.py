@@ -73,21 +73,16 @@ def train(job: str, run: str | None = None, overrides: list[str] | None = None, 
         name = run or default_name(settings, job, changes)
         return run_training(settings, job, name, changes, generation=generation)
 
-    return as_parent(generation, body)
+    return as_parent(body)
 
 
-def as_parent(generation: int, body: Callable[[Settings], Any]) -> Any:
+def as_parent(body: Callable[[Settings], Any]) -> Any:
     """Do a parent's work, and turn its errors into the states that say what to do next.
 
     A parent that is no longer wanted leaves without proposing a state: it would overwrite the verdict.
     """
     settings = load_settings()
     try:
-        if generation > settings.parent_generations:
-            raise GaveUp(
-                f"this flow has crashed {generation} times, and was started again each time",
-                hint="look into the logs of its worker, cure the cause, then `retoma train` goes on with the run",
-            )
         return body(settings)
     except Superseded as error:
         sys.stderr.write(f"{error}\n")
@@ -103,6 +98,13 @@ def run_training(
 ) -> dict[str, Any]:
     """The training, inside a flow; registered as `model`, by default the job's name. Raises its parts' errors."""
     label(settings, job, run, overrides)
+    if generation > settings.parent_generations:
+        error = GaveUp(
+            f"this flow has crashed {generation} times, and was started again each time",
+            hint=f"see the logs of its worker, cure the cause, then `retoma train {job} --run {run}` goes on",
+        )
+        close_failed(settings, run, error)
+        raise error
     milestones = Milestones(run, str(runtime.flow_run.id))
     milestones.reached("preparing")
     plan = prepare(settings, job, overrides, run)
@@ -121,6 +123,8 @@ def run_training(
         evaluation = evaluate_run(settings, plan)
         milestones.reached("registering")
         version = register(settings, plan, evaluation, model)
+    except Superseded:
+        raise  # the run goes on without us
     except RetomaError as error:
         close_failed(settings, run, error)
         raise

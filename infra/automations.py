@@ -97,7 +97,7 @@ def wanted(settings: Settings) -> list[dict[str, Any]]:
             _absence("prefect.flow-run.Pending", begun, settings.pending_within_seconds, PARENTS),
             _set("Crashed", late),
         ),
-        *(_restart(flow) for flow in PARENTS),
+        *(_restart(flow, settings.parent_generations) for flow in PARENTS),
     ]
 
 
@@ -157,11 +157,15 @@ def _absence(after: str, expect: set[str], seconds: float, flows: Sequence[str] 
     }
 
 
-def _restart(flow: str) -> dict[str, Any]:
+def _restart(flow: str, most: int) -> dict[str, Any]:
+    """Beyond `most` the flow itself refuses, and says so. One that cannot even be imported never gets there: for
+    it a template that cannot be rendered ends the chain.
+    """
     templates = {
         name: f"{{{{ flow_run.parameters.{name} | default({default}) }}}}" for name, default in COPIED[flow].items()
     }
-    templates["generation"] = "{{ ((flow_run.parameters.generation | default(0)) + 1) }}"
+    generation = "(flow_run.parameters.generation | default(0))"
+    templates["generation"] = f"{{{{ ({generation} + 1 if {generation} <= {most} else 1 // 0) }}}}"
     return _automation(
         f"{flow} crashed",
         "A crashed parent is started again. It attaches to the ranges that are alive.",

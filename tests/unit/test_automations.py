@@ -11,7 +11,7 @@ import pytest
 from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.server.events.actions import RunDeployment
 from prefect.server.events.schemas import automations as server_side
-from prefect.server.utilities.user_templates import render_user_template_sync
+from prefect.server.utilities.user_templates import UserTemplateEnvironment as Environment
 
 from infra.automations import COPIED, HEARTBEAT, PARENTS, PREFIX, SUPERSEDED, apply, wanted
 from infra.beat import EVENT
@@ -54,6 +54,12 @@ def put(server: Server, settings: Settings) -> list[str]:
 
 def by_name(settings: Settings) -> dict[str, Any]:
     return {document["name"].removeprefix(PREFIX): document for document in wanted(settings)}
+
+
+def render(template: str, parameters: dict[str, Any]) -> Any:
+    """As the server does it."""
+    typed = RunDeployment._wrap_v1_template(template)["value"]["template"]
+    return json.loads(Environment().from_string(typed).render(flow_run={"parameters": parameters}))
 
 
 def test_the_same_again_writes_nothing(settings: Settings) -> None:
@@ -133,9 +139,15 @@ def test_a_new_parent_gets_the_parameters_of_the_old_one(
     templates = by_name(settings)["train crashed"]["actions"][0]["parameters"]
     assert set(templates) == {*COPIED["train"], "generation"}
     for name, template in templates.items():
-        typed = RunDeployment._wrap_v1_template(template)["value"]["template"]
-        value = json.loads(render_user_template_sync(typed, {"flow_run": {"parameters": parameters}}))
-        assert value == (generation if name == "generation" else parameters[name])
+        assert render(template, parameters) == (generation if name == "generation" else parameters[name])
+
+
+def test_a_parent_that_crashes_before_it_can_refuse_is_not_started_for_ever(settings: Settings) -> None:
+    template = by_name(settings)["train crashed"]["actions"][0]["parameters"]["generation"]
+    last = settings.parent_generations + 1  # it refuses
+    assert render(template, {"generation": last - 1}) == last
+    with pytest.raises(ZeroDivisionError):
+        render(template, {"generation": last})
 
 
 def test_every_parameter_of_a_parent_is_copied() -> None:
