@@ -23,7 +23,8 @@ from training.checkpoint.outcomes import outcomes
 from training.checkpoint.store import LocalStore
 from training.checkpoint.token import token_numbers
 from training.config import digest_of
-from training.errors import Invalid, RetomaError
+from training.errors import Diverged, Invalid, RetomaError
+from training.session import train_range
 
 PARENT = "parent"
 
@@ -44,13 +45,14 @@ class Silent:
 class Orchestrator:
     """Flow runs in memory; each one is a real supervisor with real training processes, run when it is looked at."""
 
-    def __init__(self, folder: Path, **params: Any) -> None:
+    def __init__(self, folder: Path, health: dict[str, Any] | None = None, **params: Any) -> None:
         digits = folder / "digits"
         if not digits.is_dir():
             write_digits(digits)
         self.config = mnist_config(
             job="tests.support.mortal_digits:MortalDigits",
             params={"channels": 2, "hidden": 8, "folder": str(digits), **params},
+            health=health or {},
         )
         self.order = RangeOrder(
             run="r",
@@ -129,7 +131,7 @@ class Orchestrator:
 
 
 def test_killed_once_it_is_tried_again_and_what_it_cost_is_told(tmp_path: Path) -> None:
-    world = Orchestrator(tmp_path, die_at_step=5, died=str(tmp_path / "died"))
+    world = Orchestrator(tmp_path, harm_at_step=5, harmed=str(tmp_path / "harmed"))
     world.follow()
     lineage = read_lineage(world.store)
     assert lineage.head is not None
@@ -148,7 +150,7 @@ def test_killed_once_it_is_tried_again_and_what_it_cost_is_told(tmp_path: Path) 
 
 
 def test_killed_every_time_at_one_step_it_stops_and_says_so_and_no_new_parent_forgets_it(tmp_path: Path) -> None:
-    world = Orchestrator(tmp_path, die_at_step=5)
+    world = Orchestrator(tmp_path, harm_at_step=5)
     with pytest.raises(GaveUp, match=r"3 tries in a row ended at step \d") as raised:
         world.follow()
     assert world.tokens == 3
@@ -162,10 +164,35 @@ def test_killed_every_time_at_one_step_it_stops_and_says_so_and_no_new_parent_fo
 
 
 def test_a_configuration_error_is_not_tried_again(tmp_path: Path) -> None:
-    world = Orchestrator(tmp_path, die_at_step=0)
-    with pytest.raises(Invalid, match="die_at_step"):
+    world = Orchestrator(tmp_path, harm_at_step=0)
+    with pytest.raises(Invalid, match="harm_at_step"):
         world.follow()
-    with pytest.raises(Invalid, match="die_at_step"):
+    with pytest.raises(Invalid, match="harm_at_step"):
         world.follow()
     assert world.tokens == 1
     assert read_ends(world.store)[1].kind == "Invalid"
+
+
+def test_a_loss_that_was_nan_once_is_rolled_back_in_place_and_changes_nothing(tmp_path: Path) -> None:
+    harm = {"harm": "nan", "harm_at_step": 5, "harmed": str(tmp_path / "harmed")}
+    world = Orchestrator(tmp_path, {"on_divergence": "rollback"}, **harm)
+    world.follow()
+    assert (world.tokens, len(world.runs)) == (2, 1)
+    lineage = read_lineage(world.store)
+    seal = lineage.attempts[1].seal
+    assert seal is not None
+    assert seal.rollback is not None
+    assert seal.rollback.since_step == 5
+    assert read_ends(world.store)[1].kind == "Diverged"
+    # The illness is gone: everything that counts is as if it had never been.
+    straight = train_range(world.config, str(tmp_path / "straight"), "r")
+    assert lineage.head is not None
+    assert lineage.head.manifest.state_digest == straight.state_digest
+
+
+def test_a_loss_that_is_nan_stops_the_run_and_is_not_tried_again(tmp_path: Path) -> None:
+    world = Orchestrator(tmp_path, harm="nan", harm_at_step=5)
+    for _ in range(2):
+        with pytest.raises(Diverged, match="the loss is nan, at step 5"):
+            world.follow()
+    assert world.tokens == 1

@@ -1,4 +1,4 @@
-"""A job whose process is killed right after an optimizer step, once or every time."""
+"""A job that comes to harm at an optimizer step, once or every time: its process is killed, or its loss is NaN."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from training.job import Params
@@ -20,12 +20,13 @@ class MortalParams(CnnParams):
     """As mnist_cnn has them."""
 
     folder: str = Field(description="of the digits")
-    die_at_step: int = Field(ge=1, description="of the whole run")
-    died: str = Field("", description="a file that is made when it dies; it does not die twice. Empty: it does")
+    harm: Literal["kill", "nan"] = "kill"
+    harm_at_step: int = Field(ge=1, description="of the whole run, as the optimizer counts")
+    harmed: str = Field("", description="a file that is made then; no harm comes twice. Empty: it does")
 
 
 class MortalDigits(MnistCnn):
-    """mnist_cnn, until it dies."""
+    """mnist_cnn, until it comes to harm."""
 
     Params: ClassVar[type[Params]] = MortalParams
     params: MortalParams
@@ -36,18 +37,28 @@ class MortalDigits(MnistCnn):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """AdamW, which counts its steps over all attempts."""
-        optimizer = super().optimizer(model)
-        optimizer.register_step_post_hook(lambda *_: self._die_if_due(optimizer))
-        return optimizer
+        self._optimizer = super().optimizer(model)
+        if self.params.harm == "kill":
+            self._optimizer.register_step_post_hook(lambda *_: self._die_if_due())
+        return self._optimizer
 
-    def _die_if_due(self, optimizer: Optimizer) -> None:
-        step = next(iter(optimizer.state.values()))["step"]
-        if int(step) != self.params.die_at_step:
-            return
-        if self.params.died:
-            died = Path(self.params.died)
-            if died.exists():
-                return
-            died.touch()
-        time.sleep(1.0)  # the save before is committed, and heard of
-        os.kill(os.getpid(), signal.SIGKILL)
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross-entropy, or NaN."""
+        loss = super().loss(model, batch)
+        return loss * float("nan") if self.params.harm == "nan" and self._is_due(done=-1) else loss
+
+    def _die_if_due(self) -> None:
+        if self._is_due():
+            time.sleep(1.0)  # the save before is committed, and heard of
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_due(self, done: int = 0) -> bool:
+        state = next(iter(self._optimizer.state.values()), {"step": 0})
+        if int(state["step"]) != self.params.harm_at_step + done:
+            return False
+        harmed = Path(self.params.harmed) if self.params.harmed else None
+        if harmed is not None and harmed.exists():
+            return False
+        if harmed is not None:
+            harmed.touch()
+        return True
