@@ -34,6 +34,7 @@ TRAINING_COMMAND = (sys.executable, "-m", "training.process")
 TICK_SECONDS = 0.1
 VOUCH_SECONDS = 2.0
 STACK_SECONDS = 0.5
+STACK_LINES = 300
 KILL_SECONDS = 10.0
 READ_BYTES = 1 << 16
 
@@ -243,9 +244,12 @@ class Child:
         )
 
     def _take_line(self, line: bytes) -> None:
-        if self._stack is not None:
+        if self._stack is None:
+            self._relay.line(line)
+        else:  # the report holds the main thread's part, the log all
             self._stack.append(line.decode("utf-8", "replace"))
-        self._relay.line(line)
+            if len(self._stack) <= STACK_LINES:
+                self._show(self._stack[-1])
 
 
 def _status_of(process: psutil.Process) -> str | None:

@@ -272,10 +272,13 @@ def test_a_silent_process_is_killed_though_it_prints(bench: Bench) -> None:
 def test_a_hang_is_reported_with_its_stack_also_with_the_interpreters_lock_held(bench: Bench, deed: str) -> None:
     bench.supervise(silence_seconds=1.0, restarts_in_place=0)
     with pytest.raises(Unavailable, match="hung: it said nothing") as caught:
-        bench.run(["restored", "beat 7", deed])
+        bench.run(["restored", "beat 7", "print I was here", deed])
+    text = str(caught.value)
+    assert "I was here" in text.partition("its last lines")[2]
+    assert "Thread 0x" not in text
     line = bench.fake.read_text().splitlines().index("        time.sleep(float(rest))") + 1
     line += 2 if "lock" in deed else 0
-    assert f"fake.py:{line} <module>" in str(caught.value)
+    assert f"fake.py:{line} <module>" in text
     assert bench.progress[-1].error is not None
     assert f"fake.py:{line} <module>" in bench.progress[-1].error
     end = read_ends(bench.store)[1]
