@@ -61,10 +61,11 @@ def interval_steps(recording: Recording) -> int:
     """Most steps that a fault may cost: one interval, and what was trained while the save before was in flight.
 
     A save is safe from the optimizer at once, but is a checkpoint only when it is committed. As long as that takes
-    less than a step, it is the interval.
+    less than a step, it is the interval; the next save waits for it, so that it is never more than two.
     """
     longest = max((commit.save_seconds for commit in recording.commits), default=0.0)
-    return recording.interval_steps + math.ceil(longest / step_seconds(recording))
+    in_flight = math.ceil(longest / step_seconds(recording))
+    return recording.interval_steps + min(recording.interval_steps, in_flight)
 
 
 def goodput(recording: Recording) -> float | None:
@@ -161,11 +162,9 @@ def _lost(recording: Recording, fault: Injected, seen: TokenSeen) -> int | None:
 
 def _tolerated(recording: Recording, fault: Injected, end: float) -> dict[str, object]:
     """Nobody took over: how long training stood still."""
-    steps = [at for at in recording.steps.get(fault.pid or 0, ()) if at < end]
-    before = [at for at in steps if at <= fault.at][-1:]
-    after = [at for at in steps if at > fault.at]
-    gaps = [later - earlier for earlier, later in _pairs((*before, *after))]
-    return {"recovery_seconds": max(gaps) if gaps else None, "steps_lost": 0 if after else None}
+    steps = recording.steps.get(fault.pid or 0, ())
+    gaps = [after - before for before, after in _pairs(steps) if before < end and after > fault.at]
+    return {"recovery_seconds": max(gaps), "steps_lost": 0} if gaps else {}
 
 
 def _parent_fields(recording: Recording, fault: Injected, end: float) -> dict[str, object]:

@@ -113,6 +113,21 @@ def test_a_fault_may_cost_an_interval_and_what_is_trained_while_a_save_is_in_fli
     assert interval_steps(killed()) == 11
     slow = tuple(commit.model_copy(update={"save_seconds": 0.25}) for commit in killed().commits)
     assert interval_steps(killed(commits=slow)) == 13
+    stuck = tuple(commit.model_copy(update={"save_seconds": 60.0}) for commit in killed().commits)
+    assert interval_steps(killed(commits=stuck)) == 20, "the next save waits"
+
+
+def test_a_stand_still_that_ends_after_the_last_fault_was_answered_is_measured() -> None:
+    first = killed().tokens[0].model_copy(update={"ended": None})
+    fault = killed().injected[0].model_copy(update={"answer": "steps"})
+    recording = killed(
+        injected=(fault,),
+        tokens=(first,),
+        steps={11: (*steps(START + 1, 25), *steps(START + 9, 15))},
+        hurried=START + 8.9,
+    )
+    (trial,) = trials(recording)
+    assert trial.recovery_seconds == pytest.approx(5.6)
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
