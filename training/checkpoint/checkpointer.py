@@ -30,6 +30,7 @@ from training.checkpoint.coding.encode import Reference
 from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
 from training.checkpoint.draft import Draft
+from training.checkpoint.flight import Flight
 from training.checkpoint.gate import HealthGate
 from training.checkpoint.manifest import Committed, Health, MetricPoint, PackName, Position
 from training.checkpoint.opening import open_attempt
@@ -42,7 +43,7 @@ from training.checkpoint.state.overlap import Overlap
 from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Rollback, claim, claim_key, mark_run, prove_put_if_absent, run_of
-from training.errors import Fenced, Invalid, RetomaError, Unavailable
+from training.errors import Invalid, RetomaError
 
 DEFAULT_RUN = "default"
 
@@ -111,28 +112,25 @@ class IncrementalCheckpointer:
         self.token = token
         self.head: Committed | None = None
         self.rollback: Rollback | None = None  # that this attempt has made; known when it is open
-        self.skipped_saves = self.failed_saves = 0
+        self.skipped_saves = 0
         self._bounded = BoundedCodec(bounded) if isinstance(bounded, str) else bounded
-        self._skip_when_busy, self._max_failed_saves = on_busy == "skip", max_failed_saves
+        self._skip_when_busy = on_busy == "skip"
+        self._flight = Flight(max_failed_saves, on_failed)
         self._gate = HealthGate(must_be_finite, self.store, self.run, self._now)
         self._rollback_policy = rollback
         self._job, self._data = plain_json(dict(job or {}), "job"), plain_json(dict(data or {}), "data")
         self._who = {"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")}
-        self._on_saved, self._on_failed = on_saved, on_failed
+        self._on_saved = on_saved
         self._clock = clock
         self._opened = self._closed = False
         self._opened_at: str | None = None  # told once: a seal that is put again must have the same bytes
         self._opened_seconds = 0.0
-        self._fenced: Fenced | None = None
         self._sequence = 0
-        self._failures_in_a_row = 0
         self._reference: Reference | None = None
         self._policy = ChainPolicy(deltas_per_base, restore_seconds)
         self._choices = Choices()
         self._buffers = BufferPair()
         self._overlap = Overlap(self._let_step)
-        self._pending: tuple[Draft, futures.Future[Committed]] | None = None
-        self._metrics: list[MetricPoint] = []  # of saves that failed or were skipped: they go with the next one
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
         self._encoders = futures.ThreadPoolExecutor(encode_threads, "retoma-encode")
         self._uploaders = futures.ThreadPoolExecutor(upload_threads, "retoma-upload")
@@ -208,7 +206,7 @@ class IncrementalCheckpointer:
             Fenced: final for this object.
             Invalid: the state cannot be saved; names the leaf. Or the object is closed.
         """
-        self._metrics.extend(metrics)
+        self._flight.metrics.extend(metrics)
         if self._skip_when_busy and self.busy:
             self.skipped_saves += 1
             return None
@@ -230,12 +228,11 @@ class IncrementalCheckpointer:
             stall_seconds=stall_seconds,
             base=base,
             meta=plain_meta,
-            metrics=tuple(self._metrics),
+            metrics=self._flight.take_metrics(),
             health=health or Health(),
             interval=plain_interval,
         )
-        self._metrics = []
-        self._pending = draft, self._saver.submit(self._write, draft)
+        self._flight.start(draft, self._saver.submit(self._write, draft))
         return stall_seconds
 
     def quarantine(self, name: str, reason: str, *, position: Position, since_step: int) -> None:
@@ -271,44 +268,23 @@ class IncrementalCheckpointer:
         return epoch % self.interval == 0
 
     @property
+    def failed_saves(self) -> int:
+        """Saves of this object that failed so far."""
+        return self._flight.failed
+
+    @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._pending is not None and not self._pending[1].done()
+        return self._flight.busy
 
     def wait(self) -> Committed | None:
         """Wait until the save in flight is committed; raise its error if it failed. Returns the head."""
-        if self._fenced is not None:
-            raise self._fenced
-        if self._pending is None:
-            return self.head
-        futures.wait([self._pending[1]])  # interrupted here, the save is still ours to wait for
-        (draft, pending), self._pending = self._pending, None
-        try:
-            pending.result()
-        except Fenced as error:
-            self._fenced = error
-            raise
-        except RetomaError as error:
-            self._metrics = [*draft.metrics, *self._metrics]
-            self.failed_saves += 1
-            self._failures_in_a_row += 1
-            if self._on_failed is not None:
-                self._on_failed(error, self._failures_in_a_row)
-            raise
-        self._failures_in_a_row = 0
+        self._flight.wait()
         return self.head
 
     def settle(self) -> None:
         """Like `wait`, but a store that does not answer is forgiven `max_failed_saves` times in a row."""
-        try:
-            self.wait()
-        except Unavailable as error:
-            if self._failures_in_a_row > self._max_failed_saves:
-                if self._failures_in_a_row > 1:
-                    error.message = (
-                        f"{self._failures_in_a_row} saves in a row failed; the last one: {error.message}"
-                    )
-                raise
+        self._flight.settle()
 
     def close(self) -> None:
         """Wait for the save in flight, raise its error, and stop the background threads."""
@@ -337,8 +313,8 @@ class IncrementalCheckpointer:
 
     def _let_step(self, optimizer: Optimizer, gradients_stay: bool) -> None:
         """Before a step of an optimizer of `overlap`: the step harms no copy when this returns."""
-        if self._pending is not None:
-            self._pending[0].copying.let_step(optimizer, gradients_stay=gradients_stay)
+        if self._flight.draft is not None:
+            self._flight.draft.copying.let_step(optimizer, gradients_stay=gradients_stay)
 
     def _open(self) -> RestoredState | None:
         """Claim, then look, restore, and seal what was really restored."""
@@ -404,7 +380,7 @@ class IncrementalCheckpointer:
             created=self._now(),
             attempt_seconds=time.perf_counter() - self._opened_seconds,
         )
-        manifest = self._policy.explain(manifest, reason, self.failed_saves, self.skipped_saves)
+        manifest = self._policy.explain(manifest, reason, self._flight.failed, self.skipped_saves)
         committed = Committed(manifest, commit(self.store, manifest))
         self._reference = written.reference
         return committed
