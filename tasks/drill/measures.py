@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from tasks.drill.recording import Injected, Recording, StateSeen, TokenSeen
 from training.config import Frozen
 
 CALM_STATES = ("SCHEDULED", "PENDING", "RUNNING")
+STILL_SECONDS, STILL_STEPS = 1.0, 10  # between two steps; while a fault lasts, more than this is no work
 DEFAULT_STEP_SECONDS = 0.1  # of a recording that has no two steps
 
 
@@ -71,7 +73,7 @@ def interval_steps(recording: Recording) -> int:
 def goodput(recording: Recording) -> float | None:
     """Time that was spent on steps that lasted, over wall time from the first step to the last.
 
-    Evaluation and saves between two steps are a part of the steps' time. None without steps.
+    Evaluation and saves between two steps are a part of the steps' time, standing still is not. None without steps.
     """
     usual = step_seconds(recording)
     until = recording.hurried or recording.ended
@@ -82,8 +84,23 @@ def goodput(recording: Recording) -> float | None:
     useful = 0.0
     for seen in recording.tokens:
         own = times.get(seen.pid or 0, [])[: useful_steps(recording, seen)]
-        useful += own[-1] - own[0] + usual if own else 0.0
+        for begin, end in stretches(recording, seen.pid, own):
+            useful += end - begin + usual
     return useful / (max(every) - min(every) + usual)
+
+
+def stretches(recording: Recording, pid: int | None, times: Sequence[float]) -> list[tuple[float, float]]:
+    """First and last of a process's steps, in pieces: it stood still in between, while a fault lasted."""
+    still_seconds = max(STILL_SECONDS, STILL_STEPS * step_seconds(recording))
+    lasting = [(fault.at, fault.until) for fault in recording.injected if fault.pid == pid and fault.until]
+    pieces: list[tuple[float, float]] = []
+    for at in times:
+        still = pieces and at - pieces[-1][1] > still_seconds
+        if pieces and not (still and any(pieces[-1][1] < until and at > begin for begin, until in lasting)):
+            pieces[-1] = (pieces[-1][0], at)
+        else:
+            pieces.append((at, at))
+    return pieces
 
 
 def useful_steps(recording: Recording, seen: TokenSeen) -> int:
@@ -184,5 +201,5 @@ def _parent_fields(recording: Recording, fault: Injected, end: float) -> dict[st
     }
 
 
-def _pairs(times: tuple[float, ...]) -> list[tuple[float, float]]:
+def _pairs(times: Sequence[float]) -> list[tuple[float, float]]:
     return list(itertools.pairwise(times))

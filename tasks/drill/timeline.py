@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tasks.drill.measures import Trial, began, trials, useful_steps
+from tasks.drill.measures import Trial, began, stretches, trials, useful_steps
 from tasks.drill.recording import Recording, TokenSeen
 
 WIDTH, LEFT, RIGHT = 960, 86, 16
@@ -70,13 +70,13 @@ def _attempt(recording: Recording, seen: TokenSeen, y: float, scale: _Scale) -> 
     steps = recording.steps.get(seen.pid or 0, ())
     useful = useful_steps(recording, seen)
     ends = [at for at in (seen.ended, steps[-1] if steps else None, seen.sealed, seen.claimed) if at is not None]
-    bars = [("wait", seen.claimed, ends[0], "restoring, or silent")]
+    bars = [("wait", seen.claimed, max(ends[:1] + list(steps[-1:])), "restoring, or silent")]
     if steps:
-        if useful:
-            bars.append(("useful", steps[0], steps[useful - 1], f"{useful} steps that lasted"))
-        if useful < len(steps):
-            lost = len(steps) - useful
-            bars.append(("lost", steps[max(useful - 1, 0)], steps[-1], f"{lost} steps that were trained again"))
+        text = f"{useful} steps that lasted"
+        bars += [("useful", begin, end, text) for begin, end in stretches(recording, seen.pid, steps[:useful])]
+        text = f"{len(steps) - useful} steps that were trained again"
+        again = steps[max(useful - 1, 0) :] if useful < len(steps) else ()
+        bars += [("lost", begin, end, text) for begin, end in stretches(recording, seen.pid, again)]
     parts = [f'<text class="t" x="8" y="{y + BAR - 2}">token {seen.token}</text>']
     for name, begin, end, about in bars:
         x, width = scale.x(begin), max(1.0, scale.x(end) - scale.x(begin))

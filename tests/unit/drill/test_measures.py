@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.drill.measures import goodput, interval_steps, percentile, trials, useful_steps
+from tasks.drill.measures import goodput, interval_steps, percentile, stretches, trials, useful_steps
 from tasks.drill.recording import Injected, StateSeen, TokenSeen
 from tests.unit.drill.histories import START, killed, steps
 
@@ -102,6 +102,17 @@ def test_goodput_is_the_time_of_the_steps_that_lasted() -> None:
     wall_seconds = (6.5 + 1.9) - 1 + 0.1
     assert goodput(recording) == pytest.approx((2.0 + 2.0) / wall_seconds)
     assert goodput(killed(steps={})) is None
+
+
+def test_standing_still_while_a_fault_lasts_is_no_goodput() -> None:
+    first = killed().tokens[0].model_copy(update={"ended": None})
+    times = (*steps(START + 1, 25), *steps(START + 9, 15))
+    fault = killed().injected[0].model_copy(update={"answer": "steps", "until": START + 8.9})
+    still = killed(injected=(fault,), tokens=(first,), steps={11: times})
+    assert stretches(still, 11, times) == [(times[0], times[24]), (times[25], times[39])]
+    assert goodput(still) == pytest.approx(4.0 / 9.5)
+    quiet = still.model_copy(update={"injected": (fault.model_copy(update={"until": None}),)})
+    assert goodput(quiet) == pytest.approx(1.0), "a long evaluation is work"
 
 
 def test_what_is_hurried_at_the_end_is_not_measured() -> None:
