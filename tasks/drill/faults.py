@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -165,12 +166,18 @@ def full_disk(_: Scene, victim: Victim) -> Undo:
 
 def corrupt_object(scene: Scene, victim: Victim) -> Undo:
     """Flip a byte in the newest pack while nobody writes, then SIGKILL the training process."""
+    fall_back = partial(_has_two, scene, victim)
+    scene.wait_for(fall_back, 60, "a second checkpoint, to fall back from")
     victim.training.send_signal(signal.SIGSTOP)
     try:
         flip_newest_byte(scene.store, scene.run)
     finally:
         victim.training.kill()
     return nothing
+
+
+def _has_two(scene: Scene, victim: Victim) -> bool | None:
+    return True if scene.observer.commits(victim.token) > 1 else None
 
 
 def flip_newest_byte(store: Store, run: str) -> str:

@@ -86,7 +86,8 @@ def goodput(recording: Recording) -> float | None:
         own = times.get(seen.pid or 0, [])[: useful_steps(recording, seen)]
         for begin, end in stretches(recording, seen.pid, own):
             useful += end - begin + usual
-    return useful / (max(every) - min(every) + usual)
+    last = max(at for steps in recording.steps.values() for at in steps)
+    return useful / (min(last, until) - min(every) + usual)
 
 
 def stretches(recording: Recording, pid: int | None, times: Sequence[float]) -> list[tuple[float, float]]:
