@@ -12,8 +12,8 @@ help: ## show this list
 train: $(INSTALLED) ## train the example job through the local stack, which is started if needed
 	@$(BIN)/retoma train training/jobs/mnist_cnn.yaml
 
-test: $(INSTALLED) ## run all tests; those with servers share one process and one stack
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+test: $(INSTALLED) ## run all tests; most of the time some of them wait for servers
+	@$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 soak: $(INSTALLED) ## the tests that take many minutes
 	@$(BIN)/python -m pytest -m soak

@@ -1,4 +1,4 @@
-"""One real stack for all tests that need one: they stay on one worker of pytest-xdist and share it."""
+"""Real stacks for all tests that need one: each of two groups of tests stays on one worker of pytest-xdist."""
 
 import subprocess
 import sys
@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         if HERE / "end_to_end" in item.path.parents or "stack_settings" in names:
             item.add_marker(pytest.mark.end_to_end)
-            item.add_marker(pytest.mark.xdist_group("stack"))
+            if item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group("stack"))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from tests.end_to_end.test_train import (
 from training.checkpoint.end import read_ends
 from training.checkpoint.store import open_store
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("net")]
 
 
 def api(stack: Settings, method: str, path: str, body: Any = None) -> Any:

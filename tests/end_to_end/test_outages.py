@@ -23,7 +23,7 @@ from tests.end_to_end.test_train import (
     wait_for,
 )
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("net")]
 
 
 def server(stack: Settings, name: str) -> psutil.Process:

@@ -183,7 +183,7 @@ def test_down_stops_what_a_flow_started_and_the_run_is_crashed(stack: Settings, 
     up(stack)
     ports = stack.ports()
     assert ports
-    runs = ask(ports.prefect, "POST", "/api/flow_runs/filter", {})
+    runs = ask(ports.prefect, "POST", "/api/flow_runs/filter", {"flows": {"name": {"any_": ["sleeper"]}}})
     assert [run["state_type"] for run in runs] == ["CRASHED"]
 
 

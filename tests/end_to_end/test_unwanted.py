@@ -21,7 +21,7 @@ from tests.support.ranges import Range, dies_within, end_all, wait_for
 from training.checkpoint.history import head_ref, read_lineage, sequences
 from training.checkpoint.manifest import Ref
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("net")]
 
 ENDS_SECONDS = 2.0
 

@@ -26,7 +26,7 @@ from tests.end_to_end.test_train import (
 from training.checkpoint.end import read_ends
 from training.checkpoint.store import open_store
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("net")]
 
 VERDICT_MARGIN_SECONDS = 8.0  # a beat, the trigger's second, and a machine that is busy
 

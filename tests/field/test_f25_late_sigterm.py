@@ -26,6 +26,7 @@ def epoch(stack: Settings, tmp_path: Path) -> Iterator[Range]:
     end_all(found)
 
 
+@pytest.mark.xdist_group("net")
 def test_sigterm_after_the_last_commit_does_not_lose_the_range(epoch: Range) -> None:
     epoch.start()
     supervisor, _ = epoch.processes(token=1)
