@@ -108,6 +108,7 @@ def test_automations_are_written_once_updated_by_name_and_never_twice(stack: Set
     assert not deploy(stack)
 
 
+@pytest.mark.soak
 def test_a_range_whose_whole_tree_is_frozen_is_replaced_on_a_free_slot(
     stack: Settings, tmp_path: Path, straight_digest: str
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_range_whose_whole_tree_is_frozen_is_replaced_on_a_free_slot(
     assert_no_orphans(stack)
 
 
+@pytest.mark.soak
 def test_a_range_that_a_worker_took_and_never_started_is_tried_again(
     stack: Settings, tmp_path: Path, straight_digest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +185,7 @@ def test_what_a_person_cancelled_stays_cancelled_with_ranges_of_every_generation
     assert_no_orphans(stack)
 
 
+@pytest.mark.soak
 def test_a_prefect_server_that_is_killed_and_started_again_changes_nothing(
     stack: Settings, tmp_path: Path, straight_digest: str
 ) -> None:
