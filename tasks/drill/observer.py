@@ -38,7 +38,7 @@ class Observer:
 
     def newest_token(self) -> int:
         """The newest claim, 0 before the first."""
-        return max((number for number in self.claims()), default=0)
+        return max(self.claims(), default=0)
 
     def claims(self) -> dict[int, float]:
         """When each token's claim was seen first."""

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-LOOPBACK = "127.0.0.1"
+from infra.settings import LOOPBACK
+
 READ_BYTES = 1 << 16
 JOIN_SECONDS = 5.0
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from infra.prefect_runs import PrefectRuns
+from infra.prefect_runs import LIVE, PrefectRuns
 from tasks.drill.collect import collect
 from tasks.drill.faults import Fault, injected, nothing
 from tasks.drill.job import DrillJob
@@ -34,7 +34,6 @@ START_SECONDS = 180.0
 LOOK_SECONDS = 0.5
 SUCCESSOR_SECONDS = 15.0  # a parent that crashed is replaced by then
 PENDING = "kill-pending"
-LIVE = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 Report = Callable[[str], None]
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tasks.drill.relay import LOOPBACK, Relay
+from infra.settings import LOOPBACK
+from tasks.drill.relay import Relay
 
 
 @pytest.fixture
