@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +14,7 @@ from rich.filesize import decimal
 from flows.cli_address import RUN_HELP, open_run
 from infra.settings import load_settings
 from training.checkpoint.adapters.address import checkpoint_name, parse_checkpoint
+from training.checkpoint.document import wall_clock
 from training.errors import Corrupt
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def compact(
     if name is None:
         found = compactable(opened.store, opened.run, max_links=1)
         name = (found.checkpoint.ref.token, found.checkpoint.ref.sequence) if found else None
-    done = shorten(opened.store, *name, opened.run, threads=_threads(), created=_now()) if name else None
+    done = shorten(opened.store, *name, opened.run, threads=_threads(), created=wall_clock()) if name else None
     if as_json:
         fields = {**asdict(done), "checkpoint": str(done.checkpoint.ref)} if done else {"written": False}
         typer.echo(json.dumps(fields, indent=2))
@@ -101,7 +101,7 @@ def pin(
     opened = open_run(load_settings(), run)
     from training.checkpoint.care.pins import pin as keep
 
-    done = keep(opened.store, *parse_checkpoint(checkpoint), reason=reason, created=_now())
+    done = keep(opened.store, *parse_checkpoint(checkpoint), reason=reason, created=wall_clock())
     if as_json:
         typer.echo(done.model_dump_json(indent=2))
     else:
@@ -154,10 +154,6 @@ def _told(done: Compaction | None) -> str:
 
 def _threads() -> int:
     return min(_THREADS, os.cpu_count() or 1)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _console() -> Console:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from flows.cli_address import RUN_HELP, Opened, open_run
 from infra.settings import Settings, load_settings
 from tasks.runs import summarise
 from training.checkpoint.adapters.address import checkpoint_name
+from training.checkpoint.document import wall_clock
 from training.errors import Invalid, Unavailable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def gc(
         aliases=aliases,
         running=not (opened.address == opened.run and summarise(opened.run, opened.store_url).finished),
         dry_run=dry_run,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        created=wall_clock(),
     )
     if as_json:
         typer.echo(json.dumps(_plain(report), indent=2))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
 from infra.beat import Progress
@@ -20,6 +19,7 @@ from infra.prefect_runs import FlowRunInfo
 from tasks.budget import check_budget
 from tasks.order import RangeOrder, finished
 from tasks.runs import attempts_text
+from training.checkpoint.document import wall_clock
 from training.checkpoint.end import End, put_end
 from training.checkpoint.history import read_attempts
 from training.checkpoint.store import Store
@@ -247,7 +247,7 @@ class RangeFollower:
                 by="parent",
                 epoch=heard.epoch if heard else 0,
                 step=heard.step if heard else 0,
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                created=wall_clock(),
             ),
         )
         return True

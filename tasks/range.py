@@ -27,6 +27,7 @@ from tasks.ending import Ending
 from tasks.hearing import Hearing
 from tasks.order import Publisher, RangeOrder, RangeResult, Registry, finished
 from tasks.supervise import TRAINING_COMMAND, Child
+from training.checkpoint.document import wall_clock
 from training.checkpoint.end import DONE, End, end_numbers, put_end
 from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.manifest import Ref
@@ -164,7 +165,7 @@ class RangeSupervisor:
                 step=self.progress.step,
                 silent_seconds=ending.silent_seconds if ending else None,
                 stack=ending.stack if ending else None,
-                created=_now(),
+                created=wall_clock(),
             ),
         )
 
@@ -256,7 +257,7 @@ class RangeSupervisor:
                 kind=Unavailable.__name__,
                 reason=f"its supervisor left no word; found by token {token}",
                 by="successor",
-                created=_now(),
+                created=wall_clock(),
             )
             put_end(self.store, end)
             older -= 1
@@ -315,10 +316,6 @@ class RangeSupervisor:
         failure = (failed.error, failed.message)
         repeated, self.last_failure = failure == self.last_failure, failure
         return repeated
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _verdict(ending: Ending) -> tuple[RunStatus, str]:

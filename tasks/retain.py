@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from infra.mlflow_models import CHECKPOINT
 from infra.mlflow_registry import MlflowRegistry
@@ -13,6 +12,7 @@ from infra.settings import Settings
 from tasks.runs import run_names, summarise
 from training.checkpoint.care.collect import GRACE_SECONDS, KEEP_BASES, collect
 from training.checkpoint.care.compact import MAX_LINKS, compact, compactable
+from training.checkpoint.document import wall_clock
 from training.checkpoint.store import Store, open_store
 from training.config import Frozen
 from training.errors import Invalid, RetomaError
@@ -94,7 +94,7 @@ def retain_run(settings: Settings, registry: MlflowRegistry, run: str, care: Car
             aliases=registered_checkpoints(registry, run),
             running=not summarise(run, settings.run_url(run)).finished,
             dry_run=care.dry_run,
-            created=_now(),
+            created=wall_clock(),
         )
     except RetomaError as error:
         errors.append(f"not collected: {error.kind}: {error.message}")
@@ -147,10 +147,6 @@ def _compact(store: Store, run: str, care: Care) -> str | None:
         return None
     ref = found.checkpoint.ref
     threads = min(_THREADS, os.cpu_count() or 1)
-    done = compact(store, ref.token, ref.sequence, run, threads=threads, created=_now())
+    done = compact(store, ref.token, ref.sequence, run, threads=threads, created=wall_clock())
     logger.info("run %s: %s: %s; %s", run, ref, found.reason, done.reason)
     return str(ref) if done.written else None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

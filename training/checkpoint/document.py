@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import xxhash
@@ -32,6 +33,11 @@ class Document(BaseModel):
 
 
 D = TypeVar("D", bound=Document)
+
+
+def wall_clock() -> str:
+    """Now, as `created` of a document says it. For people: nothing is decided by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
