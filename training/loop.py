@@ -129,7 +129,7 @@ class _Saver:
     def evaluate(self, position: Position, stop: StopRequest, cadence: Cadence) -> float | None:
         """Evaluate and save. An evaluation that is given up leaves a checkpoint that says that it is due."""
         with self._progress.pause("evaluating", self._limits.evaluation_seconds):
-            metrics = stop.unless_asked(self._trainer.evaluate)
+            metrics = self._trainer.evaluate(stop)
         self.metrics, self.evaluation_due = metrics or {}, metrics is None
         if metrics is None:
             return None

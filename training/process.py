@@ -28,6 +28,7 @@ from training.config import parse_config
 from training.errors import Invalid, RetomaError
 from training.guard import die_with_parent, watch_lifeline
 from training.ports import Failed, Pause, RangeSpec, encode_message
+from training.stopping import insist
 from training.voice import Voice
 
 
@@ -55,6 +56,7 @@ def _train(out: FileIO) -> None:
         spec = RangeSpec.model_validate_json(stdin.readline())
     voice = Voice(out, spec.config.supervisor)
     signal.signal(signal.SIGTERM, voice.on_sigterm)
+    insist(voice.request)
     watch_lifeline(0)
     voice.say(Pause(what="starting", allowance_seconds=spec.config.supervisor.start_seconds))
     from training.session import train_range  # torch, only after the guards are up

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,22 +25,58 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
-        self._may_interrupt = False
+        self._working = self._raised = False
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the wish did not reach the thread that trains, or what it interrupts goes on all the same."""
+        return self._working or not self.asked
 
     def ask(self) -> None:
-        """Note the wish. Within `unless_asked` this raises `Interrupted`."""
+        """Note the wish. Within `unless_asked` this raises `Interrupted`, once: cleaning up is not interrupted."""
         self.asked = True
-        if self._may_interrupt:
-            self._may_interrupt = False
+        if self._working and not self._raised:
+            self._raised = True
             raise Interrupted
 
+    def ask_again(self) -> None:
+        """Let the next `ask` raise again."""
+        self._raised = False
+
     def unless_asked(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None if the wish came before its end."""
+        """The result of `work`; None if the wish came before its end.
+
+        What must be put back in order whatever happens does not belong into `work`, but around this call.
+        """
         try:
             try:
-                self._may_interrupt = True
+                self._working, self._raised = True, False
                 return None if self.asked else work()
             finally:
-                self._may_interrupt = False
+                self._working = False
         except Interrupted:
             return None
+
+
+def insist(request: StopRequest, every_seconds: float = 1.0) -> None:
+    """Repeat a SIGTERM for the main thread until the request is heard. Called in the main thread.
+
+    One is not enough: it comes just before the thread begins to wait in C, another thread of the process gets it,
+    or the interpreter drops what the handler raised, which it does in finalizers and callbacks of the collector.
+    """
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    # A forked loader worker has this pipe, too: what is meant for it must not stop the training.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    trains = threading.get_ident()
+
+    def repeat() -> None:
+        while signals := os.read(told, 4096):
+            while signal.SIGTERM in signals and request.unheard:
+                time.sleep(every_seconds)
+                if request.unheard:
+                    request.ask_again()
+                    signal.pthread_kill(trains, signal.SIGTERM)
+
+    threading.Thread(target=repeat, name="retoma-insist", daemon=True).start()

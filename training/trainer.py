@@ -19,6 +19,7 @@ from training.errors import Invalid
 from training.job import load_job
 from training.randomness import preserved_randomness, seed_everything
 from training.state import TrainingState, apply_model, finite_paths
+from training.stopping import StopRequest
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,13 +99,15 @@ class Trainer:
         self._apply_gradients()
         return total
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the job. Leaves the random generators and the modules' modes as they were."""
+    def evaluate(self, stop: StopRequest | None = None) -> dict[str, float] | None:
+        """Metrics of the job; None if `stop` came first. Generators and the modules' modes stay as they were."""
+        stop = stop or StopRequest()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(), preserved_randomness(), self._autocast():
-                return {name: float(value) for name, value in self.job.evaluate(self.model).items()}
+                metrics = stop.unless_asked(lambda: self.job.evaluate(self.model))
+            return None if metrics is None else {name: float(value) for name, value in metrics.items()}
         finally:
             for module, mode in modes:
                 module.training = mode

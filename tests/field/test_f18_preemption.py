@@ -159,6 +159,17 @@ def test_sigterm_in_an_evaluation_gives_it_up_and_the_next_attempt_makes_up_for_
     assert finished(scene.store, "r", 2) is not None
 
 
+def test_a_sigterm_that_is_lost_in_the_interpreter_is_said_again(scene: Scene) -> None:
+    scene.slow(evaluation=60)
+    (scene.folder / "deaf").touch()
+    process = scene.start()
+    scene.reaches("evaluation")
+    process.terminate()
+    scene.ends_preempted(within_seconds=8)
+    assert not (scene.folder / "deaf").exists()
+    scene.goes_on_like_the_straight_run()
+
+
 def test_sigterm_in_an_upload_commits_what_came_after_it_too(scene: Scene) -> None:
     scene.slow(upload=1, step=0.1)
     process = scene.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from training.checkpoint.token import claim, mark_run
 from training.config import JobConfig, load_config, parse_config
 from training.errors import Corrupt, Diverged, Invalid, Preempted, Unavailable, error_of_kind
 from training.job import load_job
+from training.jobs.mnist_cnn import MnistCnn
 from training.ports import Message, RangeSpec, decode_message
 from training.session import train_range
 from training.state import TrainingState, apply_model, model_state, optimizer_state
@@ -167,6 +169,31 @@ def test_being_asked_to_stop_commits_the_step_and_resumes_like_the_straight_run(
         assert head is not None
         assert head.manifest.position.step == step
         assert train_range(config, store, "r", data_folder=digits).state_digest == straight.state_digest
+
+
+def test_being_asked_while_an_evaluation_puts_the_generators_back_leaves_no_trace_in_them(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = StopRequest()
+
+    def evaluate(job: MnistCnn, model: nn.Module) -> dict[str, float]:
+        return {"drawn": random.random()}
+
+    @contextlib.contextmanager
+    def asked_on_the_way_out() -> Iterator[None]:
+        state = random.getstate()
+        yield
+        request.ask()
+        random.setstate(state)
+
+    monkeypatch.setattr(MnistCnn, "evaluate", evaluate)
+    config, store = mnist_config(), MemoryStore()
+    straight = train_range(config, MemoryStore(), "r", data_folder=digits)
+    with monkeypatch.context() as patch:
+        patch.setattr("training.trainer.preserved_randomness", asked_on_the_way_out)
+        with pytest.raises(Preempted, match="is committed"):
+            train_range(config, store, "r", data_folder=digits, request=request)
+    assert train_range(config, store, "r", data_folder=digits).state_digest == straight.state_digest
 
 
 def test_metrics_are_committed_once_for_each_step_also_over_a_cut(digits: Path, tmp_path: Path) -> None:
