@@ -3,7 +3,7 @@
     python -m benchmarks.recovery [--faults kill-train,random-1min] [--trials 20] [--out FOLDER]
 
 Each fault is made again and again in one long training on a stack of its own with two nodes (`retoma drill`): the
-small built-in job, whose steps wait 0.1 s, a checkpoint each ten steps. A fault comes at a random moment after the
+small built-in job, whose steps wait 0.1 s, a checkpoint each five steps. A fault comes at a random moment after the
 first checkpoint of the attempt before. Partitions from the store are on a SeaweedFS server, all else on a folder.
 Rows are written after each fault, and replace those of the same fault in `recovery.json`.
 """
@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.machine import machine
 from infra.settings import Settings, find_home
 from tasks.drill.checks import judge
-from tasks.drill.measures import Trial, goodput, interval_steps, percentile, trials
+from tasks.drill.measures import Trial, goodput, percentile, steps_at_risk, trials
 from tasks.drill.recording import Recording
 from tasks.drill.run import run_drill
 from tasks.drill.scenarios import RANDOM, Scenario
@@ -139,13 +139,13 @@ def text(every: list[dict[str, Any]], recordings: list[Recording]) -> str:
     for row in every:
         numbers = " | ".join(f"{row[name]:.2f}" for name in ("p50", "p95", "max"))
         lines.append(f"| {row['fault']} | {row['metric']} | {numbers} | {row['trials']} | {_goal(row)} |")
-    intervals = sorted({interval_steps(recording) for recording in recordings})
+    most = max(steps_at_risk(recording) for recording in recordings)
     lines += [
         "",
         "`verdict_s`: from the fault until somebody said that the attempt is over. `recovery_s`: until the next",
         "attempt has trained its first step; where nobody took over, the longest time without one. `steps_lost`:",
-        f"trained, and trained again; a fault may cost {intervals} steps: an interval, and what is trained while a",
-        "save is in flight. `goodput`: time of the steps that lasted over all time from the first step on.",
+        f"trained, and trained again; a fault may cost {most} steps (`checkpoint.max_lost_steps`). `goodput`: time",
+        "of the steps that lasted over all time from the first step on.",
         "",
         *(f"- {name}: {value}" for name, value in machine(PACKAGES).items()),
     ]

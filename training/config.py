@@ -35,6 +35,9 @@ class CheckpointConfig(Frozen):
         50, description="optimizer steps between saves; 0: at epoch ends only; auto: by cost and failures"
     )
     every_seconds: float | None = Field(None, gt=0, description="save when so much time has passed, too")
+    max_lost_steps: int | None = Field(
+        None, ge=1, description="training waits for a save, rather than have more steps to lose; default: no limit"
+    )
     deltas_per_base: int | None = Field(None, ge=0, description="most deltas after a base; default: by their cost")
     restore_seconds: float | None = Field(None, gt=0, description="how long a restore may take")
     bounded: Literal["int8", "int4"] | None = Field(

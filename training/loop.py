@@ -62,7 +62,7 @@ def train_epochs(
         cadence.saved(saver.evaluate(position, stop, cadence))
     while position.epoch < last and not stop.asked:
         epoch, batches, fresh = position.epoch, saver.batches(position), trainer.config.loader_workers > 0
-        while position.epoch == epoch and not stop.asked:
+        while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
             window = trainer.schedule.window_at(position)
             progress.before_step(window, fresh)
             loss = trainer.optimizer_step(batches, window)
@@ -120,6 +120,15 @@ class _Saver:
         if position.step % self._trainer.config.log_every_steps == 0:
             values = {"train/loss": finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
             self._points.append(MetricPoint(step=position.step, values=values))
+
+    def may_go_on(self, position: Position, stop: StopRequest, cadence: Cadence) -> bool:
+        """Return when another step is no step too many to lose; False if `stop` came first."""
+        most = self._trainer.config.checkpoint.max_lost_steps
+        while most is not None and self._unsaved_steps(position) >= most and not stop.asked:
+            self._settle()
+            if self._unsaved_steps(position) >= most:
+                cadence.saved(self.save(position, cadence))
+        return not stop.asked
 
     def surface(self) -> None:
         """Raise the error of a save that has just ended: a fenced attempt trains no further."""
@@ -179,6 +188,10 @@ class _Saver:
         """Return when everything is committed."""
         with self._progress.pause("saving", self._limits.save_seconds):
             self._checkpointer.wait()
+
+    def _unsaved_steps(self, position: Position) -> int:
+        head = self._checkpointer.head
+        return position.step - (head.manifest.position.step if head else 0)
 
     def _settle(self) -> None:
         with self._progress.pause("saving", self._limits.save_seconds):

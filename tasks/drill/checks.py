@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.drill.measures import began, interval_steps, trials
+from tasks.drill.measures import began, steps_at_risk, trials
 from tasks.drill.recording import Recording
 from training.config import Frozen
 
@@ -74,11 +74,10 @@ def _felt(recording: Recording) -> Check:
 
 
 def _lost(recording: Recording) -> Check:
-    """The store away, a save stays in flight until the next one waits for it: two intervals then."""
     measured = [t for t in trials(recording) if t.steps_lost is not None and t.fault not in DAMAGING]
     worst = max((trial.steps_lost or 0 for trial in measured), default=0)
     away = any(trial.fault in STORE_AWAY for trial in measured)
-    allowed = 2 * recording.interval_steps if away else interval_steps(recording)
+    allowed = steps_at_risk(recording, store_away=away)
     detail = f"at most {worst} lost, {allowed} allowed (a checkpoint each {recording.interval_steps})"
     return Check(name="steps lost", passed=worst <= allowed, detail=detail)
 

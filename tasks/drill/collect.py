@@ -47,6 +47,7 @@ def collect(
         ended=time.time(),
         hurried=hurried,
         interval_steps=_interval(session.job.config.checkpoint, lineage),
+        max_lost_steps=session.job.config.checkpoint.max_lost_steps,
         injected=faults,
         tokens=tuple(_tokens(scene, lineage, steps)),
         commits=tuple(_commits(scene, lineage)),

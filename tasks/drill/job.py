@@ -17,7 +17,7 @@ from training.config import JobConfig, load_config
 from training.errors import Invalid, RetomaError
 
 BUILT_IN = "training/jobs/mnist_cnn.yaml"
-BUILT_IN_CHANGES = ("batch_size=64", "checkpoint.every_steps=10")
+BUILT_IN_CHANGES = ("batch_size=64", "checkpoint.every_steps=5", "checkpoint.max_lost_steps=10")
 STEP_SECONDS = 0.1  # that a step of the built-in job waits: long without being busy
 DRILLED = "training.jobs.drilled:Drilled"
 STRAIGHT_COMMAND = (sys.executable, "-m", "training.straight")

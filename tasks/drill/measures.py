@@ -59,12 +59,16 @@ def step_seconds(recording: Recording) -> float:
     return median(gaps) if gaps else DEFAULT_STEP_SECONDS
 
 
-def interval_steps(recording: Recording) -> int:
-    """Most steps that a fault may cost: one interval, and what was trained while the save before was in flight.
+def steps_at_risk(recording: Recording, store_away: bool = False) -> int:
+    """Most steps that a fault may cost: those that the job promises, if it does.
 
-    A save is safe from the optimizer at once, but is a checkpoint only when it is committed. As long as that takes
-    less than a step, it is the interval; the next save waits for it, so that it is never more than two.
+    Else an interval, and what was trained while the save before was in flight: it is a checkpoint only when it is
+    committed. The next save waits for it, so that it is never more than two, which happens with the store away.
     """
+    if recording.max_lost_steps is not None:
+        return recording.max_lost_steps
+    if store_away:
+        return 2 * recording.interval_steps
     longest = max((commit.save_seconds for commit in recording.commits), default=0.0)
     in_flight = math.ceil(longest / step_seconds(recording))
     return recording.interval_steps + min(recording.interval_steps, in_flight)

@@ -73,6 +73,7 @@ class Recording(Frozen):
     ended: float
     hurried: float | None = None  # from here on the job did not wait any more: not measured
     interval_steps: int
+    max_lost_steps: int | None = None  # that the job promises
     injected: tuple[Injected, ...] = ()
     tokens: tuple[TokenSeen, ...] = ()
     commits: tuple[CommitSeen, ...] = ()

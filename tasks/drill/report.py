@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from tasks.drill.checks import Check, judge
-from tasks.drill.measures import Trial, began, goodput, interval_steps, trials
+from tasks.drill.measures import Trial, began, goodput, steps_at_risk, trials
 from tasks.drill.recording import Recording
 from tasks.drill.timeline import draw
 
@@ -147,7 +147,7 @@ def _summary(recording: Recording) -> str:
     return (
         f"Run {recording.run}: {steps} steps in {len(recording.tokens)} attempts, "
         f"{len(recording.commits)} checkpoints, goodput {_percent(goodput(recording))}; "
-        f"a fault may cost {interval_steps(recording)} steps."
+        f"a fault may cost {steps_at_risk(recording)} steps."
     )
 
 

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -222,6 +223,37 @@ def test_a_save_that_fails_twice_does_not_stop_training_and_loses_no_metric(digi
     assert done.state_digest == train_range(config, MemoryStore(), "r", data_folder=digits).state_digest
     steps = [p.step for c in read_lineage(store).chain for p in c.manifest.metrics if "train/loss" in p.values]
     assert steps == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("every_steps", "most"), [(0, 1), (0, 2), (1, 1), (2, 3)])
+def test_no_step_is_trained_that_would_be_one_too_many_to_lose(
+    every_steps: int, most: int, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the store does: here saves take longer than steps, and every other one fails."""
+
+    unsaved: list[int] = []
+
+    class Poor(MemoryStore):
+        def put(self, key: str, parts: Any) -> None:
+            if key.startswith("packs/"):
+                time.sleep(0.03)
+                if int(key.split("/")[2][:8]) % 2 and len(unsaved) < 9:  # an end that is not committed is an error
+                    raise Unavailable("503 SlowDown", key=key)
+            super().put(key, parts)
+
+    store, optimizer_step = Poor(), Trainer.optimizer_step
+
+    def counting(trainer: Trainer, *arguments: Any) -> torch.Tensor:
+        head = read_lineage(store).head
+        unsaved.append(len(unsaved) + 1 - (head.manifest.position.step if head else 0))
+        return optimizer_step(trainer, *arguments)
+
+    config = mnist_config(checkpoint={"every_steps": every_steps, "max_lost_steps": most})
+    straight = train_range(config, MemoryStore(), "r", data_folder=digits)
+    monkeypatch.setattr(Trainer, "optimizer_step", counting)
+    assert train_range(config, store, "r", data_folder=digits).state_digest == straight.state_digest
+    assert len(unsaved) == 9
+    assert max(unsaved) <= most
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.drill.measures import goodput, interval_steps, percentile, stretches, trials, useful_steps
+from tasks.drill.measures import goodput, percentile, steps_at_risk, stretches, trials, useful_steps
 from tasks.drill.recording import Injected, StateSeen, TokenSeen
 from tests.unit.drill.histories import START, killed, steps
 
@@ -121,11 +121,13 @@ def test_what_is_hurried_at_the_end_is_not_measured() -> None:
 
 
 def test_a_fault_may_cost_an_interval_and_what_is_trained_while_a_save_is_in_flight() -> None:
-    assert interval_steps(killed()) == 11
+    assert steps_at_risk(killed()) == 11
     slow = tuple(commit.model_copy(update={"save_seconds": 0.25}) for commit in killed().commits)
-    assert interval_steps(killed(commits=slow)) == 13
+    assert steps_at_risk(killed(commits=slow)) == 13
     stuck = tuple(commit.model_copy(update={"save_seconds": 60.0}) for commit in killed().commits)
-    assert interval_steps(killed(commits=stuck)) == 20, "the next save waits"
+    assert steps_at_risk(killed(commits=stuck)) == 20, "the next save waits"
+    assert steps_at_risk(killed(), store_away=True) == 20
+    assert steps_at_risk(killed(max_lost_steps=7), store_away=True) == 7, "as promised"
 
 
 def test_a_stand_still_that_ends_after_the_last_fault_was_answered_is_measured() -> None:
