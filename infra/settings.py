@@ -80,7 +80,9 @@ class Settings(BaseSettings):
     cpu_limit: int = Field(4, ge=1, description="flow runs at once on the local `cpu` worker")
     gpu_limit: int = Field(1, ge=1, description="flow runs at once on the local `gpu` worker")
     start_timeout_seconds: float = Field(120.0, gt=0, description="a local server must be ready by then")
-    stop_grace_seconds: float = Field(8.0, ge=0, description="from SIGTERM to SIGKILL in `retoma down`")
+    stop_grace_seconds: float = Field(  # a training has 20 to commit its step, `supervisor.grace_seconds`
+        25.0, ge=0, description="from SIGTERM to SIGKILL in `retoma down`"
+    )
     mlflow_timeout_seconds: int = Field(10, ge=1, description="one request to MLflow; retried once")
     server_restart_seconds: float = Field(
         10.0, ge=0, description="without a Prefect server for so long, nobody is declared dead"

@@ -58,29 +58,30 @@ def train_epochs(
     saver = _Saver(trainer, checkpointer, progress, position, watch)
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
     first_step = position.step + 1
-    if evaluation_due:
-        cadence.saved(saver.evaluate(position, stop, cadence))
-    while position.epoch < last and not stop.asked:
-        epoch, batches, fresh = position.epoch, saver.batches(position), trainer.config.loader_workers > 0
-        while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
-            window = trainer.schedule.window_at(position)
-            progress.before_step(window, fresh)
-            loss = trainer.optimizer_step(batches, window)
-            position, fresh = trainer.schedule.after(position), False
-            saver.log(position, loss)
-            progress.step(position, loss)
-            if position.step == first_step:
-                checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
-            cadence.step()
-            saver.surface()
-            if cadence.due(position.step) and position.epoch == epoch and not stop.asked:
-                cadence.saved(saver.save(position, cadence))
-        if position.epoch > epoch:
+    with progress.until_the_end():
+        if evaluation_due:
             cadence.saved(saver.evaluate(position, stop, cadence))
-    if stop.asked and (position.epoch < last or saver.evaluation_due):
-        saver.leave(position, cadence)
-    saver.wait()
-    return position, saver.metrics
+        while position.epoch < last and not stop.asked:
+            epoch, batches, fresh = position.epoch, saver.batches(position), trainer.config.loader_workers > 0
+            while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
+                window = trainer.schedule.window_at(position)
+                progress.before_step(window, fresh)
+                loss = trainer.optimizer_step(batches, window)
+                position, fresh = trainer.schedule.after(position), False
+                saver.log(position, loss)
+                progress.step(position, loss)
+                if position.step == first_step:
+                    checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
+                cadence.step()
+                saver.surface()
+                if cadence.due(position.step) and position.epoch == epoch and not stop.asked:
+                    cadence.saved(saver.save(position, cadence))
+            if position.epoch > epoch:
+                cadence.saved(saver.evaluate(position, stop, cadence))
+        if stop.asked and (position.epoch < last or saver.evaluation_due):
+            saver.leave(position, cadence)
+        saver.wait()
+        return position, saver.metrics
 
 
 class _Saver:

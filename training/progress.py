@@ -11,6 +11,7 @@ from torch import Tensor
 
 from training.checkpoint.manifest import Position
 from training.config import SupervisorConfig
+from training.errors import Fenced
 from training.health import finite
 from training.ports import Beat, Message, Pause
 
@@ -77,6 +78,17 @@ class Progress:
         self._told += now - paused
         self._stepped = now
         self._beat()
+
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """An error on its way out is told together with the step that it came at, not one of a beat before."""
+        try:
+            yield
+        except Fenced:  # speaks for nobody
+            raise
+        except BaseException:
+            self._beat()
+            raise
 
     def _beat(self) -> None:
         # A first step has compiled and warmed up: it stands for the next ones only until one of them is known.

@@ -11,7 +11,7 @@ from infra.beat import Progress as Shown
 from infra.beat import Reporter
 from training.checkpoint.manifest import Position
 from training.config import SupervisorConfig
-from training.errors import Diverged
+from training.errors import Diverged, Fenced
 from training.ports import Beat, Message, Pause
 from training.progress import BEAT_SECONDS, Progress
 from training.stopping import Interrupted, StopRequest
@@ -100,6 +100,17 @@ def test_a_pause_that_ends_with_an_error_is_not_told_as_progress(loop: Loop) -> 
     with pytest.raises(ValueError, match="m"), loop.progress.pause("evaluating", 600):
         raise ValueError("m")
     assert len(loop.beats()) == beats
+
+
+@pytest.mark.parametrize(("error", "told"), [(ValueError("m"), True), (Fenced("m"), False)])
+def test_an_error_is_told_with_the_step_that_it_came_at(error: Exception, told: bool, loop: Loop) -> None:
+    loop.step(1)
+    loop.step(0.01)
+    loop.step(0.01)
+    assert loop.beats()[-1].position.step == 1, "not every step is told"
+    with pytest.raises(type(error)), loop.progress.until_the_end():
+        raise error
+    assert loop.beats()[-1].position.step == (3 if told else 1)
 
 
 def test_a_loss_that_is_not_finite_makes_no_beat(loop: Loop) -> None:
