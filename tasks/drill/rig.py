@@ -17,6 +17,7 @@ from infra.deploy import deploy
 from infra.processes import PROCESS_MARK, ProcessTable, Record, stop
 from infra.servers import Component, ask, components
 from infra.settings import Settings
+from tasks.drill.folder import NAMESPACES, STACK
 from tasks.drill.seaweed import BUCKET, Seaweed
 from tasks.drill.wires import Server, Wires, wires
 from training.errors import Invalid, Unavailable
@@ -111,7 +112,7 @@ def own_rig(home: Path, folder: Path, report: Report, *, s3: bool = False) -> It
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(OURS)]:
         del os.environ[name]  # none of it may lead to the user's servers or stores
-    state_dir = folder / "stack"
+    state_dir = folder / STACK
     state_dir.mkdir(parents=True, exist_ok=True)
     table = ProcessTable(state_dir)
     seaweed = Seaweed(table, folder / "seaweed") if s3 else None
@@ -173,7 +174,7 @@ def _replace_worker(rig: Rig, table: ProcessTable) -> None:
     if rig.seaweed is not None:
         servers["store"] = rig.seaweed.port
     for name in NODES:
-        found = wires(servers)
+        found = wires(servers, rig.folder / NAMESPACES)
         rig.nodes[name] = Node(name, found, _component(part, name, settings, found), table)
         rig.nodes[name].start()
 

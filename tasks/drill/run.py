@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from infra.settings import Settings
+from tasks.drill.folder import drill_folder, sweep
 from tasks.drill.job import DrillJob, Straight, built_in_job, users_job
 from tasks.drill.recording import Recording
 from tasks.drill.report import Drill, markdown, now, page
@@ -48,7 +47,8 @@ def run_drill(
         Invalid: the job can't be drilled, or the rig can't be made.
         Unavailable: a server did not start.
     """
-    with _folder() as folder:
+    sweep(settings.home, report)
+    with drill_folder() as folder:
         jobs = _jobs(settings.home, job, list(overrides), scenarios)
         straights = _Straights(settings.home, folder)
         for made in jobs.values():
@@ -119,16 +119,6 @@ def _jobs(
     wanted = {s.steps for s in scenarios if s.name == RANDOM} | ({longest} if longest else set())
     made = {steps: built_in_job(root, steps) for steps in wanted}
     return made | {s.steps: made[longest] for s in scenarios if s.name != RANDOM}
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Short, since sockets lie in it; removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="retoma-drill-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

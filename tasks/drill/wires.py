@@ -12,6 +12,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from tasks.drill.relay import Relay
@@ -68,8 +69,10 @@ class Namespace(Wires):
 
     kind = "network namespaces"
 
-    def __init__(self, ports: Mapping[Server, int]) -> None:
+    def __init__(self, ports: Mapping[Server, int], notes: Path) -> None:
         self.name = f"retoma-{secrets.token_hex(3)}"
+        notes.mkdir(parents=True, exist_ok=True)
+        (notes / self.name).touch()  # first, so that it is found if we are killed
         self._block = secrets.randbelow(250), secrets.randbelow(60) * 4
         self._hosts: dict[Server, str] = {}
         _ip("netns", "add", self.name)
@@ -79,7 +82,7 @@ class Namespace(Wires):
                 self._connect(server, number)
             super().__init__(ports)
         except BaseException:
-            self._remove()
+            remove_namespace(self.name)
             raise
         self.prefix = (str(shutil.which("nsenter")), f"--net=/run/netns/{self.name}", "--")
 
@@ -94,7 +97,7 @@ class Namespace(Wires):
     def close(self) -> None:
         """See `Wires.close`."""
         super().close()
-        self._remove()
+        remove_namespace(self.name)
 
     def _connect(self, server: Server, number: int) -> None:
         high, low = self._block[0], self._block[1]
@@ -114,16 +117,18 @@ class Namespace(Wires):
     def _host(self, server: Server) -> str:
         return self._hosts[server]
 
-    def _remove(self) -> None:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("netns", "delete", self.name)  # the pairs go with it
+
+def remove_namespace(name: str) -> None:
+    """Remove a namespace and its pairs of interfaces, if it is there."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        _ip("netns", "delete", name)
 
 
-def wires(ports: Mapping[Server, int]) -> Wires:
-    """A node's wires, by namespaces where that works."""
+def wires(ports: Mapping[Server, int], notes: Path) -> Wires:
+    """A node's wires, by namespaces where that works. In `notes` each of them leaves a file with its name."""
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("nsenter"):
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return Namespace(ports)
+            return Namespace(ports, notes)
     return Wires(ports)
 
 
