@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from training.checkpoint.state.boxes import Box
+from training.checkpoint.state.parts import boxes_of
+from training.checkpoint.state.tree import PerRank
 from training.errors import Invalid
 from training.randomness import apply_randomness, capture_randomness
+from training.sharding import placed_like
+
+if TYPE_CHECKING:
+    from training.parallel.compression import Residuals
+    from training.parallel.ranks import Ranks
 
 _COMPILED = "_orig_mod."
 
@@ -26,6 +34,9 @@ class TrainingState:
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     scaler: torch.amp.GradScaler | None = None
+    ranks: Ranks | None = None
+    residuals: Residuals | None = None
+    _boxes: Mapping[str, Box] | None = None
 
     def capture(self) -> dict[str, Any]:
         """References to the live state, as a tree that the engine can save. Nothing is copied here.
@@ -33,16 +44,24 @@ class TrainingState:
         Raises:
             Invalid: a parameter of the optimizer is not one of the model's.
         """
-        return {
+        own = capture_randomness()
+        found = {
             "model": model_state(self.model),
             "optimizer": optimizer_state(self.optimizer, self.model),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "randomness": capture_randomness(),
+            "randomness": own if self.ranks is None else PerRank(own),
         }
+        if self.residuals is not None:
+            found["residuals"] = PerRank(self.residuals.capture())
+        return found
 
-    def apply(self, state: Mapping[str, Any]) -> None:
+    def apply(self, state: Mapping[str, Any], saved_by: int = 1) -> None:
         """Put a captured state back. Call it last, since it also sets the random generators.
+
+        Args:
+            state: as it was captured, or what this rank restored of it.
+            saved_by: how many ranks saved it.
 
         Raises:
             Invalid: names, shapes or dtypes differ from those of the live objects; they are listed.
@@ -58,7 +77,26 @@ class TrainingState:
                 )
             if live is not None:
                 live.load_state_dict(saved)
-        apply_randomness(state["randomness"])
+        if self.residuals is not None:
+            self.residuals.apply(state.get("residuals"))
+        own = state["randomness"]
+        if isinstance(own, list):  # of a group, and this is one rank alone
+            own = own[0]
+        is_new = self.ranks is not None and self.ranks.rank >= saved_by
+        if own is not None and not is_new:  # a new rank keeps the generators that it was seeded with
+            apply_randomness(own)
+
+    def box(self, key: str) -> Box | None:
+        """The part of a tensor that this rank holds, by its key in the captured state; None: all of it.
+
+        An optimizer that has taken no step has no state yet: it will be sharded as the parameters are.
+        """
+        if self._boxes is None:
+            self._boxes = boxes_of({"model": model_state(self.model)})
+        parts = key.split("/")
+        if parts[:2] == ["optimizer", "state"] and len(parts) > 3:
+            key = f"model/{parts[2]}"
+        return self._boxes.get(key)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -98,7 +136,7 @@ def apply_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     current = live.state_dict()
     for clean, name in names.items():
         _check_alike(f"model/{clean}", current[name], state[clean])
-    live.load_state_dict({names[clean]: value for clean, value in state.items()})
+    live.load_state_dict({names[clean]: _sharded(current[names[clean]], value) for clean, value in state.items()})
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -161,6 +199,7 @@ def _placed(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
         return [_placed(item, parameter, group) for item in value]
     if not isinstance(value, Tensor):
         return value
+    value = placed_like(parameter, value) if value.dim() == parameter.dim() else value
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     on_device = value.dim() > 0 or group.get("fused") or group.get("capturable")
@@ -179,11 +218,16 @@ def _check_names(what: str, live: Iterable[str], saved: Iterable[str]) -> None:
 def _check_alike(name: str, live: Any, saved: Any) -> None:
     if not (isinstance(live, Tensor) and isinstance(saved, Tensor)):
         return
+    saved = placed_like(live, saved)
     if (live.shape, live.dtype) != (saved.shape, saved.dtype):
         raise Invalid(
             f"{name}: the checkpoint has {saved.dtype} {tuple(saved.shape)}, "
             f"the model {live.dtype} {tuple(live.shape)}"
         )
+
+
+def _sharded(live: Any, value: Any) -> Any:
+    return placed_like(live, value) if isinstance(live, Tensor) and isinstance(value, Tensor) else value
 
 
 def _few(names: list[str]) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.histories import Odds, World
 from tests.support.turns import without_threads
-from training.checkpoint import checkpointer, history
+from training.checkpoint import attempt, history
 from training.checkpoint.care import collect as collecting
 from training.checkpoint.care import retention, survey
 from training.checkpoint.care import sweep as sweeping
@@ -26,7 +26,7 @@ from training.checkpoint.store import Store
 from training.checkpoint.token import check_not_fenced
 
 HISTORIES = 10_000
-QUICK = 2_000
+QUICK = 1_000
 BATCHES = 4  # so that two processes can share them
 
 
@@ -120,7 +120,7 @@ def commits_without_second_look(patch: pytest.MonkeyPatch) -> None:
         store.put_if_absent(manifest.key, data)
         return ref
 
-    patch.setattr(checkpointer, "commit", commit)
+    patch.setattr(attempt, "commit", commit)
 
 
 def deletes_packs_in_flight(patch: pytest.MonkeyPatch) -> None:

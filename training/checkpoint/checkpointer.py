@@ -23,26 +23,26 @@ from typing import Any, Literal, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from training.checkpoint.attempt import Attempt
 from training.checkpoint.coding.bounded import BoundedCodec
-from training.checkpoint.coding.choices import Choices
 from training.checkpoint.coding.codec import release_gil
-from training.checkpoint.coding.encode import Reference
-from training.checkpoint.commit import commit
 from training.checkpoint.document import plain_json
 from training.checkpoint.draft import Draft
 from training.checkpoint.flight import Flight
-from training.checkpoint.gate import HealthGate
-from training.checkpoint.manifest import Committed, Health, MetricPoint, PackName, Position
-from training.checkpoint.opening import open_attempt
-from training.checkpoint.pack import PackWriter, write_packs
+from training.checkpoint.manifest import Committed, Health, MetricPoint, Position
 from training.checkpoint.policy import ChainPolicy
 from training.checkpoint.quarantine import RollbackPolicy
-from training.checkpoint.restore import RestoredState, restore_checkpoint
+from training.checkpoint.ranks.exchange import Exchange
+from training.checkpoint.ranks.group import GroupAttempt
+from training.checkpoint.restore import RestoredState
+from training.checkpoint.state.boxes import BoxOf
 from training.checkpoint.state.buffers import BufferPair
 from training.checkpoint.state.overlap import Overlap
+from training.checkpoint.state.parts import boxes_of
+from training.checkpoint.state.share import ALONE, Share
 from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
-from training.checkpoint.token import Rollback, claim, claim_key, mark_run, prove_put_if_absent, run_of
+from training.checkpoint.token import Rollback, run_of
 from training.errors import Invalid, RetomaError
 
 DEFAULT_RUN = "default"
@@ -67,6 +67,10 @@ class IncrementalCheckpointer:
             the next one is raised. 0: the first one is raised, by the next call.
         must_be_finite: keys of tensors, or of parts of the state (`model`, `optimizer/state`), without a NaN or an
             infinity. A save that holds one is not committed: `Diverged`. Leave out buffers: a mask may be infinite.
+        group: the ranks that save together, each with its own object and the same calls in the same order; see
+            `training.checkpoint.ranks`.
+        split: keys of tensors, or of parts of the state, that are alike on all ranks of the group bit for bit: each
+            rank saves some of them. All else that is not sharded is rank 0's.
         rollback: after such a save, or `quarantine`, the next attempt starts from before the trouble.
         encode_threads: threads that compress in the background.
         upload_threads: threads that put packs.
@@ -90,6 +94,8 @@ class IncrementalCheckpointer:
         on_busy: Literal["wait", "skip"] = "wait",
         max_failed_saves: int = 0,
         must_be_finite: Iterable[str] = (),
+        group: Exchange | None = None,
+        split: Iterable[str] = (),
         rollback: RollbackPolicy | None = None,
         encode_threads: int = 1,
         upload_threads: int = 2,
@@ -109,35 +115,59 @@ class IncrementalCheckpointer:
         self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
         self.interval = interval
         self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN
-        self.token = token
-        self.head: Committed | None = None
-        self.rollback: Rollback | None = None  # that this attempt has made; known when it is open
         self.skipped_saves = 0
-        self._bounded = BoundedCodec(bounded) if isinstance(bounded, str) else bounded
+        self._rank = group.rank if group is not None else None
         self._skip_when_busy = on_busy == "skip"
         self._flight = Flight(max_failed_saves, on_failed)
-        self._gate = HealthGate(must_be_finite, self.store, self.run, self._now)
-        self._rollback_policy = rollback
-        self._job, self._data = plain_json(dict(job or {}), "job"), plain_json(dict(data or {}), "data")
-        self._who = {"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")}
         self._on_saved = on_saved
         self._clock = clock
-        self._opened = self._closed = False
-        self._opened_at: str | None = None  # told once: a seal that is put again must have the same bytes
-        self._opened_seconds = 0.0
-        self._sequence = 0
-        self._reference: Reference | None = None
-        self._policy = ChainPolicy(deltas_per_base, restore_seconds)
-        self._choices = Choices()
-        self._buffers = BufferPair()
+        self._closed = False
+        share = Share(group.rank, group.size, frozenset(split)) if group is not None else ALONE
+        self._buffers = BufferPair(share)
         self._overlap = Overlap(self._let_step)
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
         self._encoders = futures.ThreadPoolExecutor(encode_threads, "retoma-encode")
         self._uploaders = futures.ThreadPoolExecutor(upload_threads, "retoma-upload")
+        options: dict[str, Any] = {} if group is None else {"exchange": group, "share": share}
+        self._attempt = (Attempt if group is None else GroupAttempt)(
+            **options,
+            store=self.store,
+            run=self.run,
+            token=token,
+            who={"host": socket.gethostname(), "pid": os.getpid(), **plain_json(dict(who or {}), "who")},
+            job=plain_json(dict(job or {}), "job"),
+            data=plain_json(dict(data or {}), "data"),
+            policy=ChainPolicy(deltas_per_base, restore_seconds),
+            must_be_finite=must_be_finite,
+            rollback_policy=rollback,
+            bounded=BoundedCodec(bounded) if isinstance(bounded, str) else bounded,
+            encoders=self._encoders,
+            uploaders=self._uploaders,
+            now=self._now,
+        )
         release_gil()
 
-    def restore(self) -> RestoredState | None:
+    @property
+    def token(self) -> int | None:
+        """Of the attempt; None until it has claimed one."""
+        return self._attempt.token
+
+    @property
+    def head(self) -> Committed | None:
+        """The newest checkpoint that was restored or committed."""
+        return self._attempt.head
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """That this attempt has made when it was opened."""
+        return self._attempt.rollback
+
+    def restore(self, like: Mapping[str, Any] | BoxOf | None = None) -> RestoredState | None:
         """The newest intact state of the run, or None if it has none yet.
+
+        Args:
+            like: in a group, the live state, or the part that is needed by the key of a tensor: of one that is
+                sharded there, its part comes back, as a plain tensor. Every other tensor comes back whole.
 
         The first call opens the attempt: claims a token, restores, and seals what it restored. Later calls return
         the newest state that this attempt committed.
@@ -146,16 +176,16 @@ class IncrementalCheckpointer:
             Corrupt: the run has checkpoints, and none is intact.
             Fenced: a newer attempt has taken over.
         """
-        if not self._opened:
-            return self._open()
+        if not self._attempt.is_open:
+            if like is not None:
+                self._attempt.box_of = like if callable(like) else boxes_of(like).get
+            return self._attempt.open()
         self.wait()
-        if self.head is None:
-            return None
-        return restore_checkpoint(self.store, self.head.ref.token, self.head.ref.sequence, self.run)
+        return self._attempt.read_again()
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that could not be saved, by name, before any training is done."""
-        flatten(dict(state))
+        flatten(dict(state), self._rank)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Have memory for states of this structure made in the background, so that the first save stalls no longer
@@ -213,8 +243,8 @@ class IncrementalCheckpointer:
         self.settle()
         if self._closed:
             raise Invalid("this checkpointer is closed", hint="make a new IncrementalCheckpointer")
-        if not self._opened:
-            self._open()
+        if not self._attempt.is_open:
+            self._attempt.open()
         plain_meta = plain_json(dict(meta or {}), "meta")
         plain_interval = plain_json(dict(interval or {}), "interval")
         started = time.perf_counter()
@@ -244,11 +274,8 @@ class IncrementalCheckpointer:
             position: where it was found.
             since_step: the first step that is not healthy. A rollback starts from before it.
         """
-        if self.token is None:
-            raise Invalid("an attempt that is not open has nothing to quarantine", hint="call restore() first")
-        token = self.token
         keep = self._saver.submit(  # behind the save in flight, which takes a sequence, too
-            lambda: self._gate.keep(name, reason, position, since_step, token, self._take_sequence())
+            self._attempt.quarantine, name, reason, position, since_step
         )
         keep.result()
 
@@ -316,79 +343,17 @@ class IncrementalCheckpointer:
         if self._flight.draft is not None:
             self._flight.draft.copying.let_step(optimizer, gradients_stay=gradients_stay)
 
-    def _open(self) -> RestoredState | None:
-        """Claim, then look, restore, and seal what was really restored."""
-        notes = mark_run(self.store, self.run)
-        prove_put_if_absent(self.store, self.run)
-        if self._opened_at is None:
-            self._opened_at = self._now()
-        if self.token is None:
-            self.token = claim(self.store, self.run, self._who, self._opened_at)
-        elif not self.store.exists(claim_key(self.token)):
-            raise Invalid(f"token {self.token} was not claimed: nothing would fence it", run=self.run)
-        found, self.rollback = open_attempt(
-            self.store,
-            self.run,
-            self.token,
-            created=self._opened_at,
-            notes=notes,
-            policy=self._rollback_policy,
-        )
-        self.head = found.state.checkpoint if found is not None else None  # a state may be empty
-        if found is not None:
-            self._reference = found.reference
-            self._policy.start_from(found.chain.contents)
-            self._policy.decode_rate = found.bytes_per_second
-        self._sequence = self.head.ref.sequence + 1 if self.head else 0
-        self._opened, self._opened_seconds = True, time.perf_counter()
-        return found.state if found is not None else None
-
     def _write(self, draft: Draft) -> Committed:
-        """In the background: packs, then the commit. Only then does the snapshot become the reference."""
+        """In the background."""
         try:
-            draft.copying.finish()
-            committed = self._commit(draft)
+            committed = self._attempt.write(draft, self._flight.failed, self.skipped_saves)
         except BaseException:
             self._buffers.give_back(draft.buffers)
             raise
-        self.head = committed
         self._buffers.hold(draft.buffers)
-        self._policy.committed(committed.manifest)
         if self._on_saved is not None:
             self._on_saved(committed)
         return committed
-
-    def _commit(self, draft: Draft) -> Committed:
-        sequence = self._take_sequence()
-        assert self.token is not None  # noqa: S101 - the attempt is open
-        self._gate.check(draft.snapshot, draft.position, self.token, sequence)  # before anything is written
-        base, reason = (True, "asked for") if draft.base else self._policy.decide()
-        reference = self._reference if not base else None
-        writer = PackWriter(self.store, PackName(self.token, sequence), self._uploaders)
-        written = write_packs(
-            draft.snapshot, reference, writer, self._encoders, choices=self._choices, bounded=self._bounded
-        )
-        manifest = draft.manifest(
-            written,
-            run=self.run,
-            token=self.token,
-            sequence=sequence,
-            parent=self.head,
-            base=base,
-            job=self._job,
-            data=self._data,
-            created=self._now(),
-            attempt_seconds=time.perf_counter() - self._opened_seconds,
-        )
-        manifest = self._policy.explain(manifest, reason, self._flight.failed, self.skipped_saves)
-        committed = Committed(manifest, commit(self.store, manifest))
-        self._reference = written.reference
-        return committed
-
-    def _take_sequence(self) -> int:
-        """Never reused, also after a failure."""
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        return sequence
 
     def _now(self) -> str:
         return datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")

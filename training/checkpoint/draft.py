@@ -5,17 +5,64 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import Any
 
-from training.checkpoint.manifest import Committed, Costs, Decision, Health, Manifest, MetricPoint, Position, Writer
+from training.checkpoint.manifest import (
+    Chunk,
+    Committed,
+    Costs,
+    Decision,
+    Health,
+    Layout,
+    Manifest,
+    MetricPoint,
+    Pack,
+    Position,
+    Writer,
+)
 from training.checkpoint.pack import Written
 from training.checkpoint.state.buffers import SnapshotBuffers
 from training.checkpoint.state.copying import Copyings
 from training.checkpoint.state.snapshot import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a manifest says about the bytes of a state, after its packs are written."""
+
+    layout: Layout
+    layout_digest: str
+    values: list[Any]
+    chunks: Sequence[Chunk]
+    chunk_count: int
+    packs: Sequence[Pack]
+    state_digest: str
+    state_bytes: int
+    encode_seconds: float
+    upload_seconds: float
+    modes: Mapping[str, int]
+    world_size: int = 1
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, written: Written) -> Content:
+        """Of a state that one process holds whole."""
+        return cls(
+            layout=snapshot.layout,
+            layout_digest=snapshot.layout_digest,
+            values=snapshot.values,
+            chunks=written.chunks,
+            chunk_count=len(snapshot.chunks),
+            packs=written.packs,
+            state_digest=written.state_digest,
+            state_bytes=snapshot.size_bytes,
+            encode_seconds=written.encode_seconds,
+            upload_seconds=written.upload_seconds,
+            modes=written.modes,
+        )
 
 
 @dataclass(frozen=True)
@@ -36,7 +83,7 @@ class Draft:
 
     def manifest(
         self,
-        written: Written,
+        content: Content,
         *,
         run: str,
         token: int,
@@ -49,8 +96,8 @@ class Draft:
         attempt_seconds: float,
     ) -> Manifest:
         """The manifest to commit, after the packs are written. The layout is left to the chain if it can be."""
-        snapshot, before = self.snapshot, parent.manifest if parent is not None else None
-        same_layout = not base and before is not None and before.layout_digest == snapshot.layout_digest
+        before = parent.manifest if parent is not None else None
+        same_layout = not base and before is not None and before.layout_digest == content.layout_digest
         return Manifest(
             run=run,
             token=token,
@@ -58,29 +105,30 @@ class Draft:
             kind="base" if base else "delta",
             parent=parent.ref if parent is not None else None,
             position=self.position,
+            world_size=content.world_size,
             job=dict(job),
             data=dict(data),
             meta=self.meta,
-            layout=None if same_layout else snapshot.layout,
-            layout_digest=snapshot.layout_digest,
-            values=snapshot.values,
-            chunks=tuple(written.chunks),
-            chunk_count=len(snapshot.chunks),
-            state_digest=written.state_digest,
-            packs=tuple(written.packs),
+            layout=None if same_layout else content.layout,
+            layout_digest=content.layout_digest,
+            values=content.values,
+            chunks=tuple(content.chunks),
+            chunk_count=content.chunk_count,
+            state_digest=content.state_digest,
+            packs=tuple(content.packs),
             deltas_since_base=0 if base or before is None else before.deltas_since_base + 1,
             metrics=self.metrics,
             health=self.health,
             costs=Costs(
-                state_bytes=snapshot.size_bytes,
-                written_bytes=written.size_bytes,
+                state_bytes=content.state_bytes,
+                written_bytes=sum(pack.size_bytes for pack in content.packs),
                 stall_seconds=self.stall_seconds + self.copying.waited_seconds,
-                encode_seconds=written.encode_seconds,
-                upload_seconds=written.upload_seconds,
+                encode_seconds=content.encode_seconds,
+                upload_seconds=content.upload_seconds,
                 save_seconds=time.perf_counter() - self.started,
                 attempt_seconds=attempt_seconds,
             ),
-            decision=Decision(modes=written.modes, interval=self.interval),
+            decision=Decision(modes=dict(content.modes), interval=self.interval),
             writer=Writer(host=socket.gethostname(), pid=os.getpid(), version=_version(), created=created),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -25,19 +25,48 @@ _AHEAD = 2  # frames that are done before their turn, for each thread
 T = TypeVar("T")
 
 
-def read_chunks(store: Store, plans: dict[str, ChunkPlan], executor: Executor) -> dict[str, ChunkData]:
-    """The bytes of all chunks, verified frame by frame.
+Chosen = Mapping[str, Collection[int]]  # chunk -> the numbers of frames
+
+
+def read_chunks(
+    store: Store, plans: dict[str, ChunkPlan], executor: Executor, chosen: Chosen | None = None
+) -> dict[str, ChunkData]:
+    """The bytes of chunks, verified frame by frame.
+
+    Args:
+        store: the run's store.
+        plans: of all chunks.
+        executor: threads that read and decode.
+        chosen: the frames that are needed; default: all. What lies between those of a chunk has any bytes.
 
     Raises:
         Corrupt: names the pack or chunk.
     """
+    chosen = (
+        {key: range(len(p.sources)) for key, p in plans.items()} if chosen is None else _with_sources(plans, chosen)
+    )
+    plans = {key: plan for key, plan in plans.items() if key in chosen}
     chunks = {key: ChunkData(p.item_bytes, np.empty(p.size_bytes, np.uint8)) for key, p in plans.items()}
     stored = {key: plan for key, plan in plans.items() if plan.cast_from is None}
-    sources = (one for plan in stored.values() for frame in plan.sources for one in reversed(frame))
+    sources = (
+        one for k, p in stored.items() for number in sorted(chosen[k]) for one in reversed(p.sources[number])
+    )
     with PackReader(store, sources) as reader:
-        _run_all(executor, _reads(reader, stored, chunks))
-        _run_all(executor, _casts({k: p for k, p in plans.items() if k not in stored}, chunks))
+        _run_all(executor, _reads(reader, stored, chunks, chosen))
+        _run_all(executor, _casts({k: p for k, p in plans.items() if k not in stored}, chunks, chosen))
     return chunks
+
+
+def _with_sources(plans: dict[str, ChunkPlan], chosen: Chosen) -> Chosen:
+    """And the frames that rounded copies are computed from: two for each."""
+    found = {key: set(numbers) for key, numbers in chosen.items()}
+    for key, numbers in chosen.items():
+        source = plans[key].cast_from
+        if source is not None:
+            last = len(plans[source].sources)
+            twice = {at for number in numbers for at in (2 * number, 2 * number + 1) if at < last}
+            found.setdefault(source, set()).update(twice)
+    return found
 
 
 def read_frame(reader: PackReader, key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
@@ -56,22 +85,26 @@ def read_frame(reader: PackReader, key: str, plan: ChunkPlan, number: int, out: 
 
 
 def _reads(
-    reader: PackReader, plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]
+    reader: PackReader, plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData], chosen: Chosen
 ) -> Iterator[Callable[[], None]]:
     for key, plan in plans.items():
-        for number, out in enumerate(chunks[key].frames()):
-            yield partial(read_frame, reader, key, plan, number, out)
+        frames = chunks[key].frames()
+        for number in sorted(chosen[key]):
+            yield partial(read_frame, reader, key, plan, number, frames[number])
 
 
-def _casts(plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData]) -> Iterator[Callable[[], None]]:
+def _casts(
+    plans: dict[str, ChunkPlan], chunks: dict[str, ChunkData], chosen: Chosen
+) -> Iterator[Callable[[], None]]:
     def cast(key: str, plan: ChunkPlan, number: int, out: Bytes) -> None:
         assert plan.cast_from is not None  # noqa: S101 - the caller chose
         out[:] = cast_frame(number, out.size, chunks[plan.cast_from].data)
         _check_frame(key, plan, number, out, plan.cast_from)
 
     for key, plan in plans.items():
-        for number, out in enumerate(chunks[key].frames()):
-            yield partial(cast, key, plan, number, out)
+        frames = chunks[key].frames()
+        for number in sorted(chosen[key]):
+            yield partial(cast, key, plan, number, frames[number])
 
 
 def _check_frame(key: str, plan: ChunkPlan, number: int, out: Bytes, place: str) -> None:

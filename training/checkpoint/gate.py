@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from training.checkpoint.finite import find_not_finite
 from training.checkpoint.manifest import Position, Tensor
 from training.checkpoint.quarantine import Incident, put_incident
+from training.checkpoint.state.boxes import whole_key
 from training.checkpoint.state.snapshot import Snapshot
 from training.checkpoint.store import Store
 from training.errors import Diverged, Unavailable
@@ -34,7 +35,8 @@ class HealthGate:
     def check(self, snapshot: Snapshot, position: Position, token: int, sequence: int) -> None:
         """Raises `Diverged` and keeps an incident if one of the tensors is not finite."""
         if snapshot.layout_digest != self._layout_digest:
-            self._tensors = [entry for entry in snapshot.layout.tensors if self._covers(entry)]
+            mine = (entry for entry in snapshot.layout.tensors if entry.chunk in snapshot.chunks)
+            self._tensors = [entry for entry in mine if self._covers(entry)]
             self._layout_digest = snapshot.layout_digest
         found = find_not_finite(snapshot, self._tensors)
         if found is None:
@@ -66,7 +68,7 @@ class HealthGate:
             put_incident(self._store, incident)
 
     def _covers(self, entry: Tensor) -> bool:
-        parts = entry.key.split("/")
+        parts = whole_key(entry.key).split("/")
         return entry.dtype.startswith(_FLOATS) and any(
             "/".join(parts[:count]) in self._paths for count in range(1, len(parts) + 1)
         )

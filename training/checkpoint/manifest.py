@@ -6,6 +6,7 @@ It lists what changed. A chunk that is absent is the same as in the parent; `sta
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -94,9 +95,10 @@ class Layout(Part):
 
 
 class Pack(Part):
-    """One object of encoded frames. Its key follows from token, sequence, rank and index."""
+    """One object of encoded frames. Its key follows from token, sequence, rank, and its place among that rank's."""
 
     size_bytes: int
+    rank: int = 0  # who wrote it
 
 
 class Health(Part):
@@ -182,8 +184,13 @@ class Manifest(Document):
 
     def pack_keys(self) -> list[str]:
         """The objects that it names."""
-        name = PackName(self.token, self.sequence, nonce=self.nonce)
-        return [name.key(index) for index in range(len(self.packs))]
+        counts: Counter[int] = Counter()
+        keys = []
+        for pack in self.packs:
+            name = PackName(self.token, self.sequence, pack.rank, self.nonce)
+            keys.append(name.key(counts[pack.rank]))
+            counts[pack.rank] += 1
+        return keys
 
 
 class Committed(NamedTuple):

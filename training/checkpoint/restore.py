@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from training.checkpoint.chain import Chain, check_packs, plan_chunks, read_chain
+from training.checkpoint.chain import Chain, ChunkPlan, check_packs, plan_chunks, read_chain
+from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.coding.encode import Reference
 from training.checkpoint.frames import read_chunks
 from training.checkpoint.history import candidates, read_committed
-from training.checkpoint.manifest import Committed, Manifest, Position, manifest_key
+from training.checkpoint.manifest import Committed, Layout, Manifest, Position, manifest_key
 from training.checkpoint.policy import Cost
 from training.checkpoint.quarantine import Incident
-from training.checkpoint.state.snapshot import rebuild
+from training.checkpoint.state.boxes import EVERYTHING, Wanted, is_own
+from training.checkpoint.state.share import ALONE, Share
+from training.checkpoint.state.snapshot import chosen_frames, rebuild
 from training.checkpoint.store import Store
 from training.checkpoint.token import Skipped, check_not_fenced
 from training.errors import Corrupt, Diverged
@@ -53,6 +57,17 @@ class RestoredState(dict[str, Any]):
         return self.position.epoch
 
 
+class View(NamedTuple):
+    """What is restored: the whole state, or what one rank of a group needs of it and saves of it later."""
+
+    wanted: Wanted = EVERYTHING
+    share: Share = ALONE
+
+
+WHOLE = View()
+Load = Callable[[int, int, list[Skipped]], "Found"]  # a checkpoint; what is passed by is added to the list
+
+
 @dataclass
 class Found:
     """What an attempt starts from.
@@ -77,6 +92,7 @@ def find_newest(
     threads: int | None = None,
     notes: Iterable[Skipped] = (),
     incident: Incident | None = None,
+    read: Load | None = None,
 ) -> tuple[Found | None, list[Skipped]]:
     """The newest intact checkpoint that the history admits, and what was skipped.
 
@@ -87,6 +103,7 @@ def find_newest(
         threads: that read and decode; default: as many as there are cores, 4 at most.
         notes: what is wrong with the store already; reported with what is skipped.
         incident: roll back: pass by what is not from before it.
+        read: reads one checkpoint; default: all of it, in this process.
 
     Raises:
         Diverged: there are checkpoints, and none from before the incident.
@@ -95,13 +112,15 @@ def find_newest(
     """
     skipped = list(notes)
     found = False
+    if read is None:
+        read = partial(load_checkpoint, store, run, threads=threads)
     for token, sequence in candidates(store, before, skipped):
         found = True
         try:
             if incident is not None and (reason := _void(store, token, sequence, incident)):
                 skipped.append(Skipped(key=manifest_key(token, sequence), reason=reason))
                 continue
-            return _restore(store, token, sequence, run, skipped, threads, for_reference=True), skipped
+            return read(token, sequence, skipped), skipped
         except Corrupt as error:
             skipped.append(Skipped(key=error.key or manifest_key(token, sequence), reason=error.message))
     if found:
@@ -148,25 +167,30 @@ def restore_checkpoint(
     Raises:
         Corrupt: something in its chain is missing or damaged.
     """
-    return _restore(store, token, sequence, run, [], threads, for_reference=False).state
+    return load_checkpoint(store, run, token, sequence, [], threads=threads, for_reference=False).state
 
 
-def _restore(
+def load_checkpoint(
     store: Store,
+    run: str | None,
     token: int,
     sequence: int,
-    run: str | None,
     skipped: list[Skipped],
-    threads: int | None,
     *,
-    for_reference: bool,
+    threads: int | None = None,
+    for_reference: bool = True,
+    view: View = WHOLE,
 ) -> Found:
-    """By the shortest chain that is intact: a damaged rebased form is passed by, those below it are not."""
+    """One checkpoint by the shortest chain that is intact: a damaged rebased form is passed by, and noted.
+
+    Raises:
+        Corrupt: something in its chain is missing or damaged.
+    """
     avoid: list[tuple[int, int]] = []
     while True:
         chain = read_chain(store, token, sequence, run, avoid=avoid, notes=skipped)
         try:
-            return _load(store, chain, skipped, threads, for_reference)
+            return _load(store, chain, skipped, threads, for_reference, view)
         except Corrupt as error:
             if not chain.is_rebased:
                 raise
@@ -174,19 +198,25 @@ def _restore(
             avoid.append((chain.links[-1].ref.token, chain.links[-1].ref.sequence))
 
 
-def _load(store: Store, chain: Chain, skipped: list[Skipped], threads: int | None, for_reference: bool) -> Found:
+def _load(
+    store: Store, chain: Chain, skipped: list[Skipped], threads: int | None, for_reference: bool, view: View
+) -> Found:
     started = time.perf_counter()
     layout, plans = chain.layout, plan_chunks(chain)
     check_packs(store, chain)
     dtypes = {entry.chunk: entry.dtype for entry in layout.tensors if entry.chunk == entry.key}
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "retoma-restore") as executor:
-        chunks = read_chunks(store, plans, executor)
+        chosen = chosen_frames(layout, view.wanted) if view.wanted is not EVERYTHING else None
+        chunks = read_chunks(store, plans, executor, chosen)
         for key, chunk in chunks.items():
             chunk.dtype = dtypes.get(key, "")
         # a reference must not change with what the caller does to the state
-        state = rebuild(layout, chain.head.manifest.values, chunks, executor if for_reference else None)
-    digests = {key: plan.frame_digests() for key, plan in plans.items()}
-    sources = {key: plan.cast_from for key, plan in plans.items() if plan.cast_from is not None}
+        values = chain.head.manifest.values
+        state = rebuild(layout, values, chunks, executor if for_reference else None, view.wanted)
+    if chosen is not None:
+        chunks = _own_chunks(layout, plans, chunks, chosen, view.share)
+    digests = {key: plans[key].frame_digests() for key in chunks}
+    sources = {key: source for key in chunks if (source := plans[key].cast_from) is not None}
     seconds = time.perf_counter() - started
     work_bytes = sum(Cost.of(manifest).work_bytes for manifest in chain.contents)
     return Found(
@@ -195,3 +225,17 @@ def _load(store: Store, chain: Chain, skipped: list[Skipped], threads: int | Non
         chain=chain,
         bytes_per_second=max(work_bytes, 1) / seconds,
     )
+
+
+def _own_chunks(
+    layout: Layout,
+    plans: Mapping[str, ChunkPlan],
+    chunks: Mapping[str, ChunkData],
+    chosen: Mapping[str, Collection[int]],
+    share: Share,
+) -> dict[str, ChunkData]:
+    """Those that this rank has read whole and will save: the others back no delta of it."""
+    common = share.common_chunks(layout.tensors, {key: plan.size_bytes for key, plan in plans.items()})
+    own = {entry.chunk for entry in layout.tensors if is_own(entry.key)}
+    whole = {key for key, numbers in chosen.items() if len(numbers) == len(plans[key].sources)}
+    return {key: chunks[key] for key in whole & (common | own)}

@@ -16,9 +16,11 @@ import torch
 
 from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.manifest import Layout, Tensor, layout_digest
+from training.checkpoint.state.boxes import whole_key
 from training.checkpoint.state.copying import COPY_THREADS, Copying, Copyings, Part
 from training.checkpoint.state.dtypes import dtype_name
 from training.checkpoint.state.overlap import SMALL_BYTES, Promised
+from training.checkpoint.state.share import ALONE, Share
 from training.checkpoint.state.snapshot import Snapshot, view_of
 from training.checkpoint.state.tree import Flat, flatten
 from training.errors import Invalid
@@ -28,12 +30,13 @@ _MANY = 4  # tensors of one name, to have a slab of their own
 
 @dataclass
 class SnapshotBuffers:
-    """One reusable set of host buffers, laid out for one structure of state."""
+    """One reusable set of host buffers, laid out for one structure of state, or for a rank's share of it."""
 
+    share: Share = ALONE
     _signature: Any = None
     _pinned: bool = False
     _template: Snapshot | None = None
-    _views: list[torch.Tensor] = field(default_factory=list)
+    _views: list[torch.Tensor | None] = field(default_factory=list)
 
     def take(
         self, state: Mapping[str, Any], promised: Mapping[int, Promised], copiers: ThreadPoolExecutor
@@ -55,6 +58,8 @@ class SnapshotBuffers:
         assert self._template is not None  # noqa: S101 - laid out just above
         now, later = [], []
         for view, tensor, address, key in zip(self._views, flat.tensors, flat.addresses, flat.keys, strict=True):
+            if view is None:  # another rank's
+                continue
             promise = promised.get(address)
             if promise is None or not _alike(promise.tensor, tensor):
                 now.append(Part(key, view, tensor))
@@ -63,13 +68,15 @@ class SnapshotBuffers:
         rest = Copyings(later)
         Copying(now).share(copiers)
         chunks = dict(self._template.chunks)
-        return Snapshot(self._template.layout, self._template.layout_digest, flat.values, chunks), rest
+        return Snapshot(
+            self._template.layout, self._template.layout_digest, flat.values, chunks, flat.own_values
+        ), rest
 
     def lay_out(self, state: Mapping[str, Any]) -> Flat:
         """Make buffers for the structure of a state, unless they are there. Returns the state in pieces."""
         if not isinstance(state, Mapping):
             raise Invalid(f"a state must be a mapping of names, not {type(state).__name__}")
-        flat = flatten(dict(state))
+        flat = flatten(dict(state), self.share.rank)
         signature = (flat.tree, flat.keys, [(t.dtype, tuple(t.shape), t.is_cuda) for t in flat.tensors])
         if self._template is None or signature != self._signature:
             self._lay_out(flat)
@@ -83,7 +90,7 @@ class SnapshotBuffers:
 
     def twin(self) -> SnapshotBuffers:
         """Another set for the same structure whose memory is there already: its first copy has no page faults."""
-        other = SnapshotBuffers(_signature=self._signature, _pinned=self._pinned)
+        other = SnapshotBuffers(self.share, self._signature, self._pinned)
         if self._template is not None:
             old = self._template.chunks
             buffers = {
@@ -98,17 +105,18 @@ class SnapshotBuffers:
         sizes: dict[str, int] = {}
         items: dict[str, int] = {}
         entries = []
-        roles = _roles(flat)
-        for key, tensor in zip(flat.keys, flat.tensors, strict=True):
+        roles = {**_roles(flat, own=True), **_roles(flat, own=False)}
+        for place, (key, tensor) in enumerate(zip(flat.keys, flat.tensors, strict=True)):
             item_bytes = tensor.element_size()
             size_bytes = tensor.numel() * item_bytes
-            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{item_bytes}{roles.get(key, '')}"
+            whose = f"r{self.share.rank:04d}/" if place in flat.own else ""
+            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{whose}{item_bytes}{roles.get(key, '')}"
             entries.append(
                 Tensor(
                     key=key,
                     dtype=dtype_name(tensor.dtype),
                     shape=tuple(tensor.shape),
-                    offsets=(0,) * tensor.dim(),
+                    offsets=flat.offsets[place],
                     chunk=chunk,
                     start=sizes.get(chunk, 0),
                 )
@@ -117,13 +125,20 @@ class SnapshotBuffers:
             items[chunk] = item_bytes
         layout = Layout(tree=flat.tree, tensors=tuple(entries))
         self._pinned = any(t.is_cuda for t in flat.tensors)
-        buffers = {k: torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for k, size in sizes.items()}
+        mine = self.share.common_chunks(entries, sizes) | {entries[place].chunk for place in flat.own}
+        buffers = {
+            chunk: torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            for chunk, size in sizes.items()
+            if chunk in mine
+        }
         self._hold(layout, layout_digest(layout), items, buffers)
 
     def _hold(
         self, layout: Layout, digest: str, items: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
     ) -> None:
-        self._views = [view_of(buffers[entry.chunk], entry) for entry in layout.tensors]
+        self._views = [
+            view_of(buffers[entry.chunk], entry) if entry.chunk in buffers else None for entry in layout.tensors
+        ]
         dtypes = {entry.chunk: entry.dtype for entry in layout.tensors if entry.chunk == entry.key}
         chunks = {k: ChunkData(items[k], buffer.numpy(), dtypes.get(k, "")) for k, buffer in buffers.items()}
         self._template = Snapshot(layout, digest, [], chunks)
@@ -135,7 +150,8 @@ class BufferPair:
     Not more: the memory of all saves together is twice the state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share = ALONE) -> None:
+        self._share = share
         self._copiers = ThreadPoolExecutor(COPY_THREADS, "retoma-copy")
         self._spare: SnapshotBuffers | None = None
         self._held: SnapshotBuffers | None = None
@@ -144,7 +160,7 @@ class BufferPair:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Have the memory for a state of this structure made in the background, before it is first needed."""
         if self._spare is None and self._held is None:
-            self._spare = SnapshotBuffers()
+            self._spare = SnapshotBuffers(self._share)
             self._spare.lay_out(state)
             self._touched = self._copiers.submit(self._spare.touch)
 
@@ -155,7 +171,7 @@ class BufferPair:
         if self._touched is not None:
             self._touched.result()
             self._touched = None
-        buffers, self._spare = self._spare or SnapshotBuffers(), None
+        buffers, self._spare = self._spare or SnapshotBuffers(self._share), None
         try:
             return *buffers.take(state, promised, self._copiers), buffers
         except BaseException:
@@ -175,13 +191,14 @@ class BufferPair:
         self._copiers.shutdown()
 
 
-def _roles(flat: Flat) -> dict[str, str]:
+def _roles(flat: Flat, *, own: bool) -> dict[str, str]:
     """`/exp_avg` and the like for small tensors that have their last name in common with others.
 
     Weights, first and second moments are best coded in different ways, so that they do not share a slab.
     """
-    small = [k for k, t in zip(flat.keys, flat.tensors, strict=True) if t.nbytes < SMALL_BYTES and "/" in k]
-    names = {key: key.rpartition("/")[2] for key in small}
+    tensors = enumerate(zip(flat.keys, flat.tensors, strict=True))
+    small = [k for place, (k, t) in tensors if t.nbytes < SMALL_BYTES and "/" in k and (place in flat.own) == own]
+    names = {key: whole_key(key).rpartition("/")[2] for key in small}
     counts = Counter(names.values())
     return {key: f"/{name}" for key, name in names.items() if counts[name] >= _MANY and "." not in name}
 

@@ -46,8 +46,6 @@ def check_tensor(tensor: torch.Tensor, key: str) -> int:
         problem = "on the meta device, which has no bytes"
     elif tensor.is_quantized or tensor.dtype not in _BY_DTYPE:
         problem = f"of dtype {str(tensor.dtype).removeprefix('torch.')}"
-    elif hasattr(tensor, "__create_chunk_list__"):
-        problem = f"a {type(tensor).__name__}, sharded over several ranks"
     elif tensor.numel() and not (address := _address(tensor)):
         problem = f"without memory of its own (a {type(tensor).__name__})"
     if problem:

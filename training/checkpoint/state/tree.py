@@ -3,8 +3,9 @@
 No pickle: every node is one of a closed set of types, and anything else is refused by name when it is saved.
 Nodes: `{"d": [[key, node], ...]}` dict, `{"l": [...]}` list, `{"u": [...]}` tuple, `{"t": i}` tensor i,
 `{"c": [[key, node], ...]}` Counter, `{"n": i}` numpy array held as tensor i, `{"g": i}` numpy scalar held as
-tensor i, `{"k": constant}` null, bool or str, `{"v": i}` scalar i. Constants are a part of the structure, since
-they hardly ever change: a manifest does not repeat the names of a thousand parameters.
+tensor i, `{"k": constant}` null, bool or str, `{"v": i}` scalar i, `{"s": [shape, [i, ...]]}` a tensor in parts,
+`{"r": [node, ...]}` a value of which each rank has its own. Constants are a part of the structure, since they
+hardly ever change: a manifest does not repeat the names of a thousand parameters.
 Scalars: JSON int, finite float; `{"float": hex}` for inf and NaN, `{"bytes": base64}`.
 """
 
@@ -14,6 +15,7 @@ import base64
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from training.checkpoint.state.boxes import RANK_MARK, part_key
 from training.checkpoint.state.dtypes import check_tensor
+from training.checkpoint.state.parts import escape, is_sharded, part_of
 from training.errors import Invalid
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -30,51 +34,107 @@ _MAX_DEPTH = 64  # a state that contains itself is found here
 _MAX_INT_BITS = 4096
 
 
-@dataclass
-class Flat:
-    """A state in pieces.
+@dataclass(frozen=True)
+class PerRank:
+    """In a state that a group saves: a value of which each rank has its own, such as its random generators.
 
-    Attributes:
-        tree: JSON structure with references into the two lists.
-        keys: a unique path for each tensor, stable from save to save.
-        tensors: the distinct tensors; tied ones appear once.
-        addresses: of their first elements; 0 for one that is empty.
-        values: the scalars as typed JSON.
+    It comes back as the plain value of the rank that restores, or None where that rank is new; without a group, as
+    the list of all.
     """
 
+    value: Any
+
+
+_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {"l": list, "u": tuple, "r": list}
+
+
+@dataclass
+class Flat:
+    """A state in pieces, as one rank holds it.
+
+    Attributes:
+        rank: of its group; None where there is none.
+        tree: JSON structure with references into the two lists.
+        keys: a unique path for each tensor, stable from save to save.
+        tensors: the distinct tensors; tied ones appear once. Of a sharded tensor the parts that this rank holds.
+        offsets: where each one begins in the whole tensor.
+        addresses: of their first elements; 0 for one that is empty.
+        values: the scalars as typed JSON.
+        own: places in `tensors` of what only this rank has: parts, and what is per rank.
+        own_values: the same in `values`.
+    """
+
+    rank: int | None = None
     tree: Any = None
     keys: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
+    own_values: list[int] = field(default_factory=list)
+    _within_own: bool = False
     _seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
-def flatten(state: Any) -> Flat:
+def flatten(state: Any, rank: int | None = None) -> Flat:
     """Take a state apart without copying a tensor.
+
+    Args:
+        state: nested dicts, lists and tuples.
+        rank: of the process in its group; None if it has none.
 
     Raises:
         Invalid: names the first leaf that is no tensor, array or plain scalar, or a tensor that has no bytes of
             its own (sparse, quantized, meta, nested).
     """
-    flat = Flat()
+    flat = Flat(rank)
     flat.tree = _node(state, "", flat)
     return flat
 
 
-def unflatten(tree: Any, tensors: list[torch.Tensor], values: list[Any]) -> Any:
-    """Rebuild what `flatten` took apart. Tied tensors come back as one object."""
+def _no_parts(shape: Any, places: list[int]) -> Any:  # noqa: ARG001 - as `unflatten` calls it
+    raise Invalid("a tensor in parts, where every tensor should be whole")
+
+
+def unflatten(
+    tree: Any,
+    tensors: Sequence[torch.Tensor],
+    values: list[Any],
+    join: Callable[[Any, list[int]], Any] = _no_parts,
+) -> Any:
+    """Rebuild what `flatten` took apart. Tied tensors come back as one object.
+
+    Args:
+        tree: the structure.
+        tensors, values: what its leaves refer to.
+        join: makes one tensor of a shape and the places of its parts.
+    """
     ((kind, content),) = tree.items()
+
+    def inner(node: Any) -> Any:
+        return unflatten(node, tensors, values, join)
+
     if kind == "d":
-        return {key: unflatten(node, tensors, values) for key, node in content}
+        return {key: inner(node) for key, node in content}
     if kind == "c":  # MultiStepLR keeps its milestones in one
-        return Counter({key: unflatten(node, tensors, values) for key, node in content})
-    if kind == "l":
-        return [unflatten(node, tensors, values) for node in content]
-    if kind == "u":
-        return tuple(unflatten(node, tensors, values) for node in content)
+        return Counter({key: inner(node) for key, node in content})
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](inner(node) for node in content)
+    return _leaf(kind, content, tensors, values, join)
+
+
+def _leaf(
+    kind: str,
+    content: Any,
+    tensors: Sequence[torch.Tensor],
+    values: list[Any],
+    join: Callable[[Any, list[int]], Any],
+) -> Any:
     if kind == "t":
         return tensors[content]
+    if kind == "s":
+        return join(*content)
     if kind == "n":
         return tensors[content].numpy()
     if kind == "g":
@@ -86,10 +146,26 @@ def unflatten(tree: Any, tensors: list[torch.Tensor], values: list[Any]) -> Any:
     raise Invalid(f"unknown node {kind!r} in the tree of a state", hint="upgrade retoma")
 
 
+def of_rank(tree: Any, rank: int) -> Any:
+    """The tree with the values of one rank in the places of those that each rank has its own of."""
+    ((kind, content),) = tree.items()
+    if kind == "r":
+        return content[rank] if rank < len(content) else {"k": None}
+    if kind in ("d", "c"):
+        return {kind: [[key, of_rank(node, rank)] for key, node in content]}
+    if kind in _SEQUENCES:
+        return {kind: [of_rank(node, rank) for node in content]}
+    return tree
+
+
 def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
     kind = type(value)
     if isinstance(value, torch.Tensor):
+        if is_sharded(value) and value.numel():
+            return {"s": [list(value.shape), _part(value, path, flat)]}
         return {"t": _tensor(value, path, flat)}
+    if kind is PerRank:
+        return {"r": [_own_node(value, path, flat, depth)]}
     if kind in _ARRAYS or isinstance(value, np.generic):
         tensor = _from_numpy(np.asarray(value), path)
         return {"n" if kind in _ARRAYS else "g": _tensor(tensor, path, flat)}
@@ -98,16 +174,42 @@ def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
     if depth > _MAX_DEPTH:
         raise Invalid(f"{path.removeprefix('/')[:100]}...: nested deeper than {_MAX_DEPTH} levels")
     if kind in _DICTS or kind is Counter:
-        pairs = [[_dict_key(k, path), _node(v, f"{path}/{_escape(k)}", flat, depth + 1)] for k, v in value.items()]
+        pairs = [[_dict_key(k, path), _node(v, f"{path}/{escape(k)}", flat, depth + 1)] for k, v in value.items()]
         return {"c" if kind is Counter else "d": pairs}
     if kind in (list, tuple, torch.Size):
         nodes = [_node(v, f"{path}/~i{i}", flat, depth + 1) for i, v in enumerate(value)]
         return {"l" if kind is list else "u": nodes}
+    if flat._within_own:
+        flat.own_values.append(len(flat.values))
     flat.values.append(_dump_value(value, path))
     return {"v": len(flat.values) - 1}
 
 
-def _tensor(tensor: torch.Tensor, path: str, flat: Flat) -> int:
+def _own_node(value: PerRank, path: str, flat: Flat, depth: int) -> dict[str, Any]:
+    if flat._within_own:
+        raise Invalid(f"{path.removeprefix('/')}: a value per rank within another one")
+    flat._within_own = True
+    try:
+        return _node(value.value, f"{path}{RANK_MARK}{flat.rank or 0}", flat, depth + 1)
+    finally:
+        flat._within_own = False
+
+
+def _part(tensor: torch.Tensor, path: str, flat: Flat) -> list[int]:
+    """The place of the part of a sharded tensor that this rank saves, if it saves one."""
+    key = path.removeprefix("/")
+    part = part_of(tensor, key)
+    if flat.rank is None and (part is None or part.local.shape != tensor.shape):
+        raise Invalid(
+            f"{key}: a {type(tensor).__name__}, sharded over several ranks, cannot be saved by one alone",
+            hint="save it with IncrementalCheckpointer(..., group=...) on all ranks",
+        )
+    if part is None or not part.is_ours:
+        return []
+    return [_tensor(part.local, path + part_key(part.offsets, part.local.shape), flat, part.offsets)]
+
+
+def _tensor(tensor: torch.Tensor, path: str, flat: Flat, offsets: tuple[int, ...] | None = None) -> int:
     if is_lazy(tensor):
         raise Invalid(
             f"{path.removeprefix('/')}: an uninitialized parameter cannot be saved",
@@ -125,7 +227,10 @@ def _tensor(tensor: torch.Tensor, path: str, flat: Flat) -> int:
     flat._seen[identity] = len(flat.tensors)
     flat.keys.append(path.removeprefix("/"))
     flat.tensors.append(tensor)
+    flat.offsets.append(offsets or (0,) * tensor.dim())
     flat.addresses.append(address)
+    if flat._within_own or offsets is not None:
+        flat.own.add(flat._seen[identity])
     return len(flat.tensors) - 1
 
 
@@ -144,11 +249,6 @@ def _dict_key(key: Any, path: str) -> str | int:
             "cannot be saved; keys are str or int"
         )
     return key  # type: ignore[no-any-return]
-
-
-def _escape(key: str | int) -> str:
-    """A path segment: `/` and `~` escaped as in JSON pointers; the int 1 differs from the string "1"."""
-    return f"~i{key}" if isinstance(key, int) else key.replace("~", "~0").replace("/", "~1")
 
 
 def _dump_value(value: Any, path: str) -> Any:

@@ -1,0 +1,43 @@
+"""The small GPT that does what the files in its folder say.
+
+slow    hold seconds: so long takes a micro-batch
+hang    holds a rank, which hangs
+fail    holds a rank, which raises
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from training.job import Params
+from training.jobs.char_gpt import CharGpt, GptParams
+
+
+class SlowGptParams(GptParams):
+    folder: str
+
+
+class SlowGpt(CharGpt):
+    """See the module."""
+
+    Params: ClassVar[type[Params]] = SlowGptParams
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        rank = os.environ.get("RANK", "0")
+        time.sleep(float(self._told("slow") or 0))
+        if self._told("hang") == rank:
+            threading.Event().wait()
+        if self._told("fail") == rank:
+            raise ValueError("this batch is bad")
+        return super().loss(model, batch)
+
+    def _told(self, name: str) -> str | None:
+        folder: Any = self.params
+        file = Path(folder.folder) / name
+        return file.read_text() if file.exists() else None

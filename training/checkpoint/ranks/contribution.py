@@ -1,0 +1,99 @@
+"""What one rank has written of a checkpoint, told to rank 0, and what rank 0 makes of it for all."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from training.checkpoint.manifest import Chunk, Costs, Layout, Pack, Position, Ref
+from training.checkpoint.manifest import Part as Section
+from training.checkpoint.token import Rollback, Skipped
+from training.errors import RetomaError, error_of_kind
+
+
+class Failure(Section):
+    """An error, as it crosses to another rank."""
+
+    kind: str
+    message: str
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Of an error that was raised here."""
+        if isinstance(error, RetomaError):
+            return cls(kind=error.kind, message=error.message, hint=error.hint)
+        return cls(kind=type(error).__name__, message=str(error) or type(error).__name__)
+
+    def error(self, rank: int | None = None) -> RetomaError:
+        """The error to raise elsewhere; `rank`: whose it was."""
+        whose = f"rank {rank}: " if rank is not None else ""
+        return error_of_kind(self.kind, whose + self.message, hint=self.hint)
+
+
+class Contribution(Section):
+    """A rank's part of one save.
+
+    Attributes:
+        sequence: of the save; the same on all ranks, or they are not at the same save.
+        position: the same.
+        base: whether everything was written.
+        layout_digest: of the state as the rank holds it.
+        layout: the structure itself, when rank 0 does not have it yet.
+        values: the scalars: rank 0 all of them, the others those that each rank has its own of.
+        chunks: what changed; their frames count the rank's own packs.
+        packs: what it wrote.
+        costs, modes: of its part.
+        failure: what went wrong; nothing else counts then.
+    """
+
+    rank: int
+    sequence: int
+    position: Position = Position()
+    base: bool = False
+    layout_digest: str = ""
+    layout: Layout | None = None
+    values: list[Any] = Field(default_factory=list)
+    chunks: tuple[Chunk, ...] = ()
+    packs: tuple[Pack, ...] = ()
+    costs: Costs = Costs()
+    modes: dict[str, int] = Field(default_factory=dict)
+    failure: Failure | None = None
+
+
+class Outcome(Section):
+    """How a save ended, for all ranks alike.
+
+    Attributes:
+        ref: of the checkpoint that was committed.
+        kind, state_digest: of it.
+        next_base: whether the next save writes everything, and why.
+        failure: what went wrong; nothing else counts then.
+    """
+
+    ref: Ref | None = None
+    kind: Literal["base", "delta"] = "base"
+    state_digest: str = ""
+    next_base: tuple[bool, str] = (True, "")
+    failure: Failure | None = None
+
+
+class Look(Section):
+    """What rank 0 asks of all while a group is opened: to read a checkpoint, or to go on with what was read last.
+
+    Attributes:
+        token: of the attempt.
+        place: token and sequence of the checkpoint to read; None: the search is over.
+        found: whether the checkpoint that was read last is the one; else the run begins.
+        skipped, rollback: as in the seal.
+        next_base: see `Outcome`.
+    """
+
+    token: int = 0
+    place: tuple[int, int] | None = None
+    found: bool = False
+    skipped: tuple[Skipped, ...] = ()
+    rollback: Rollback | None = None
+    next_base: tuple[bool, str] = (True, "")
+    failure: Failure | None = None

@@ -1,0 +1,277 @@
+"""An attempt of a group of ranks: each writes its share, rank 0 commits, and all take its outcome for their own.
+
+Two phases: every rank puts its packs and posts its part of the manifest, or its error; rank 0 waits for all parts,
+commits, and posts the outcome. No collective of the training is used, so that a dead rank fails a save and blocks
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from training.checkpoint.attempt import Attempt
+from training.checkpoint.commit import commit
+from training.checkpoint.draft import Draft
+from training.checkpoint.manifest import Committed, Costs, Manifest, Position
+from training.checkpoint.pack import Written
+from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome
+from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
+from training.checkpoint.ranks.leader import Leader
+from training.checkpoint.restore import Found, RestoredState, View, load_checkpoint
+from training.checkpoint.state.boxes import Wanted
+from training.checkpoint.state.share import Share
+from training.checkpoint.token import Skipped
+from training.errors import Corrupt, RetomaError, Unavailable
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(kw_only=True)
+class GroupAttempt(Attempt):
+    """One rank's view of the attempt of its group. All ranks call `open` and `write` in the same order.
+
+    Attributes:
+        exchange: with the other ranks; used by one thread at a time.
+        share: of this rank.
+        patience_seconds: how long a rank that lives may take to write its share.
+    """
+
+    exchange: Exchange
+    share: Share
+    patience_seconds: float = 600.0
+    _looks: int = 0
+    _told: list[int] = field(default_factory=list)  # saves whose messages may still be there
+    _next_base: tuple[bool, str] = (True, "")
+    _told_layout: str = ""  # digest of the structure that rank 0 has of this rank
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._leader = Leader(self.exchange.size) if self.exchange.rank == 0 else None
+
+    def open(self) -> RestoredState | None:
+        """See `Attempt.open`. All ranks restore the same checkpoint, or raise the same error."""
+        found = self._follow() if self._leader is None else self._lead(self._leader)
+        return self._start_from(found)
+
+    def write(self, draft: Draft, failed_saves: int, skipped_saves: int) -> Committed:
+        """See `Attempt.write`. All ranks return the same checkpoint, or raise the same error."""
+        sequence = self.take_sequence()
+        base = draft.base or self._next_base[0]
+        reason = "asked for" if draft.base else self._next_base[1]
+        written: Written | None = None
+        error: BaseException | None = None
+        try:
+            draft.copying.finish()
+            written = self._write_packs(draft, sequence, base, self.exchange.rank)
+            part = self._contribution(draft, written, sequence, base)
+        except RetomaError as problem:
+            error, part = (
+                problem,
+                Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(problem)),
+            )
+        if self._leader is None:
+            outcome, committed = self._await_outcome(part, draft)
+        else:
+            explain = lambda m: self.policy.explain(m, reason, failed_saves, skipped_saves)  # noqa: E731
+            outcome, committed = self._settle(self._leader, part, draft, explain)
+        if committed is None or written is None:
+            assert outcome.failure is not None  # noqa: S101 - one of both
+            raise error or outcome.failure.error()
+        self._next_base, self._told_layout = outcome.next_base, part.layout_digest
+        self._reference, self.head = written.reference, committed
+        return committed
+
+    def read_again(self) -> RestoredState | None:
+        """See `Attempt.read_again`: this rank's part of it."""
+        if self.head is None:
+            return None
+        return self._load(self.head.ref.token, self.head.ref.sequence, []).state
+
+    def quarantine(self, name: str, reason: str, position: Position, since_step: int) -> None:
+        """See `Attempt.quarantine`: all ranks find it, and rank 0 keeps it."""
+        if self._leader is not None:
+            super().quarantine(name, reason, position, since_step)
+        else:
+            self.take_sequence()
+
+    def _lead(self, leader: Leader) -> Found | None:
+        """Rank 0: claim, look for a checkpoint that all ranks can read, and seal it."""
+        try:
+            found = self._find_and_seal(self._claim(), self._load_together)
+            if found is not None:
+                leader.start_from(found.chain)
+                self.policy.start_from(found.chain.contents)
+                self.policy.decode_rate = found.bytes_per_second
+        except BaseException as error:
+            self._post(self._look_key(), Look(failure=Failure.of(error)))
+            raise
+        self._next_base = self.policy.decide()
+        done = Look(
+            token=self._my_token,
+            found=found is not None,
+            skipped=found.state.skipped if found is not None else (),
+            rollback=self.rollback,
+            next_base=self._next_base,
+        )
+        self._post(self._look_key(), done)
+        return found
+
+    def _load_together(self, token: int, sequence: int, skipped: list[Skipped]) -> Found:
+        """Have every rank read a checkpoint. Raises `Corrupt` if one of them cannot."""
+        look = self._look_key()
+        self._post(look, Look(token=self._my_token, place=(token, sequence)))
+        self._looks += 1
+        found: Found | None = None
+        damage: RetomaError | None = None
+        try:
+            found = self._load(token, sequence, skipped)
+        except Corrupt as error:
+            damage = error
+        for rank in range(1, self.exchange.size):
+            answer = self._take(f"{look}/r{rank}", rank, Outcome)
+            if answer.failure is not None:
+                told = answer.failure.error(rank)
+                damage = told if damage is None or not isinstance(told, Corrupt) else damage
+        if damage is not None:
+            raise damage
+        assert found is not None  # noqa: S101 - nothing was raised
+        return found
+
+    def _follow(self) -> Found | None:
+        """The other ranks: read what rank 0 names until it is content."""
+        found: Found | None = None
+        while True:
+            key = self._look_key()
+            look = self._take(key, 0, Look)
+            if look.failure is not None:
+                raise look.failure.error()
+            self.token = look.token
+            if look.place is None:
+                break
+            self._looks += 1
+            answer = Outcome()
+            try:
+                found = self._load(*look.place, [])
+            except BaseException as error:  # noqa: BLE001 - rank 0 decides, and tells everybody
+                found, answer = None, Outcome(failure=Failure.of(error))
+            self._post(f"{key}/r{self.exchange.rank}", answer)
+        self.rollback, self._next_base = look.rollback, look.next_base
+        if not look.found:
+            return None
+        assert found is not None  # noqa: S101 - rank 0 has heard so
+        found.state.skipped = look.skipped
+        return found
+
+    def _load(self, token: int, sequence: int, skipped: list[Skipped]) -> Found:
+        view = View(Wanted(self.exchange.rank, self.box_of), self.share)
+        return load_checkpoint(self.store, self.run, token, sequence, skipped, view=view)
+
+    def _contribution(self, draft: Draft, written: Written, sequence: int, base: bool) -> Contribution:
+        snapshot = draft.snapshot
+        values = snapshot.values
+        if self._leader is None:
+            values = [values[place] for place in snapshot.own_values]
+        return Contribution(
+            rank=self.exchange.rank,
+            sequence=sequence,
+            position=draft.position,
+            base=base,
+            layout_digest=snapshot.layout_digest,
+            layout=snapshot.layout if snapshot.layout_digest != self._told_layout else None,
+            values=values,
+            chunks=tuple(written.chunks),
+            packs=tuple(written.packs),
+            costs=Costs(encode_seconds=written.encode_seconds, upload_seconds=written.upload_seconds),
+            modes=written.modes,
+        )
+
+    def _settle(
+        self, leader: Leader, part: Contribution, draft: Draft, explain: Callable[[Manifest], Manifest]
+    ) -> tuple[Outcome, Committed | None]:
+        """Rank 0: wait for all parts, commit, and tell all."""
+        committed = None
+        try:
+            parts = [part]
+            for other in self._collect(part.sequence) if part.failure is None else ():
+                parts.append(other)
+            for failed in parts:
+                if failed.failure is not None:
+                    raise failed.failure.error(failed.rank)
+            content, whole = leader.combine(parts)
+            manifest = explain(self._manifest(draft, content, part.sequence, part.base))
+            committed = Committed(manifest, commit(self.store, manifest))
+            leader.whole = whole
+            self.policy.committed(manifest)
+            outcome = Outcome(
+                ref=committed.ref,
+                kind=manifest.kind,
+                state_digest=manifest.state_digest,
+                next_base=self.policy.decide(),
+            )
+        except BaseException as error:  # whatever it is, the others wait
+            outcome = Outcome(failure=Failure.of(error))
+            if not isinstance(error, RetomaError):
+                self._post(f"save/{part.sequence}", outcome)
+                raise
+        self._post(f"save/{part.sequence}", outcome)
+        return outcome, committed
+
+    def _collect(self, sequence: int) -> Iterator[Contribution]:
+        """The parts of the other ranks, as they come; the first failure ends it."""
+        save = f"save/{sequence}"
+        alarms = [f"{save}/failed", *(dead_key(rank) for rank in range(1, self.exchange.size))]
+        for rank in range(1, self.exchange.size):
+            try:
+                yield self._take(f"{save}/r{rank}", rank, Contribution, alarms)
+            except Stopped as alarm:
+                if alarm.key != alarms[0]:
+                    raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
+                yield self._take(alarms[0], 0, Contribution)
+                return
+        for done in self._told:  # all ranks are past those
+            for key in ("", "/failed", *(f"/r{rank}" for rank in range(1, self.exchange.size))):
+                self.exchange.forget(f"save/{done}{key}")
+        self._told = [sequence]
+
+    def _await_outcome(self, part: Contribution, draft: Draft) -> tuple[Outcome, Committed | None]:
+        """The other ranks: tell, and take the outcome for their own."""
+        self._post(f"save/{part.sequence}/r{self.exchange.rank}", part)
+        if part.failure is not None:
+            self._post(f"save/{part.sequence}/failed", part)  # rank 0 need not wait for the others
+        outcome = self._take(f"save/{part.sequence}", 0, Outcome)
+        if outcome.failure is not None or outcome.ref is None:
+            return outcome, None
+        manifest = Manifest(  # what a rank is asked about: the whole is in the store
+            run=self.run,
+            token=self._my_token,
+            sequence=part.sequence,
+            kind=outcome.kind,
+            position=draft.position,
+            world_size=self.exchange.size,
+            meta=draft.meta,
+            layout_digest="",
+            values=[],
+            chunk_count=0,
+            state_digest=outcome.state_digest,
+            health=draft.health,
+        )
+        return outcome, Committed(manifest, outcome.ref)
+
+    def _look_key(self) -> str:
+        return f"open/{self._looks}"
+
+    def _post(self, key: str, message: BaseModel) -> None:
+        self.exchange.post(key, message.model_dump_json().encode())
+
+    def _take(self, key: str, sender: int, model: type[M], stop: Sequence[str] = ()) -> M:
+        stops = stop or [dead_key(sender)]
+        try:
+            return model.model_validate_json(self.exchange.take(key, self.patience_seconds, stops))
+        except Stopped as stopped:
+            if stop:
+                raise
+            raise Unavailable(f"rank {sender} is dead") from stopped

@@ -1,0 +1,110 @@
+"""What rank 0 remembers of the whole state, and how the contributions of all ranks become one content."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from training.checkpoint.chain import Chain, plan_chunks
+from training.checkpoint.coding.codec import state_digest
+from training.checkpoint.draft import Content
+from training.checkpoint.manifest import Chunk, Layout, Pack, layout_digest
+from training.checkpoint.ranks.contribution import Contribution
+from training.checkpoint.ranks.merge import merge
+from training.errors import Invalid
+
+Whole = dict[str, tuple[int, int, str]]  # chunk -> (bytes of an item, size in bytes, digest)
+
+
+@dataclass
+class Leader:
+    """Of a group of `size` ranks.
+
+    Attributes:
+        whole: every chunk of the last committed state.
+    """
+
+    size: int
+    whole: Whole = field(default_factory=dict)
+    _layouts: dict[int, tuple[str, Layout]] = field(default_factory=dict)  # of each rank, with its digest
+    _merged: tuple[list[str], Layout, str] | None = None  # from these digests; the layout and its own digest
+
+    def start_from(self, chain: Chain) -> None:
+        """Go on from a checkpoint that was restored."""
+        plans = plan_chunks(chain)
+        self.whole = {key: (p.item_bytes, p.size_bytes, p.newest.digest) for key, p in plans.items()}
+
+    def combine(self, contributions: Sequence[Contribution]) -> tuple[Content, Whole]:
+        """The content of a manifest, and what `whole` is when it is committed.
+
+        Args:
+            contributions: of all ranks, in order; none failed.
+
+        Raises:
+            Invalid: the ranks are not at the same save, or their states have different structures.
+        """
+        first = contributions[0]
+        for other in contributions[1:]:
+            told = (other.sequence, other.position, other.base)
+            if told != (first.sequence, first.position, first.base):
+                raise Invalid(f"rank {other.rank} saves {told[1]}, base {told[2]}, but rank 0 {first.position}")
+        layout, digest = self._layout(contributions)
+        live = {entry.chunk for entry in layout.tensors}
+        whole = {key: value for key, value in self.whole.items() if key in live}
+        for contribution in contributions:
+            whole.update({c.key: (c.item_bytes, c.size_bytes, c.digest) for c in contribution.chunks})
+        if missing := live - whole.keys():
+            raise Invalid(f"no rank saves chunk {min(missing)}")
+        values = [value for contribution in contributions for value in contribution.values]
+        chunks, packs = _renumbered(contributions)
+        costs = [contribution.costs for contribution in contributions]
+        modes: Counter[str] = Counter()
+        for contribution in contributions:
+            modes.update(contribution.modes)
+        content = Content(
+            layout=layout,
+            layout_digest=digest,
+            values=values,
+            chunks=chunks,
+            chunk_count=len(whole),
+            packs=packs,
+            state_digest=state_digest(digest, values, whole),
+            state_bytes=sum(size for _, size, _ in whole.values()),
+            encode_seconds=sum(cost.encode_seconds for cost in costs),
+            upload_seconds=sum(cost.upload_seconds for cost in costs),
+            modes=modes,
+            world_size=self.size,
+        )
+        return content, whole
+
+    def _layout(self, contributions: Sequence[Contribution]) -> tuple[Layout, str]:
+        for contribution in contributions:
+            if contribution.layout is not None:
+                self._layouts[contribution.rank] = contribution.layout_digest, contribution.layout
+            known = self._layouts.get(contribution.rank)
+            if known is None or known[0] != contribution.layout_digest:
+                raise Invalid(f"rank {contribution.rank} has not told the structure of its state")
+        digests = [contribution.layout_digest for contribution in contributions]
+        if self._merged is None or self._merged[0] != digests:
+            layouts = [self._layouts[rank][1] for rank in range(self.size)]
+            layout = merge(layouts, [len(contribution.values) for contribution in contributions])
+            self._merged = digests, layout, layout_digest(layout)
+        return self._merged[1:]
+
+
+def _renumbered(contributions: Iterable[Contribution]) -> tuple[list[Chunk], list[Pack]]:
+    """Chunks of all ranks whose frames count the packs of all ranks."""
+    chunks: dict[str, Chunk] = {}
+    packs: list[Pack] = []
+    for contribution in contributions:
+        before = len(packs)
+        packs += [pack.model_copy(update={"rank": contribution.rank}) for pack in contribution.packs]
+        for chunk in contribution.chunks:
+            if chunk.key in chunks:  # two ranks hold the same part, and their meshes did not tell
+                continue
+            if before:
+                frames = tuple(frame._replace(pack=frame.pack + before) for frame in chunk.frames)
+                chunk = chunk.model_copy(update={"frames": frames})  # noqa: PLW2901
+            chunks[chunk.key] = chunk
+    return list(chunks.values()), packs

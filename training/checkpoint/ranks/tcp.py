@@ -1,0 +1,80 @@
+"""The exchange over a `TCPStore` that lives in the launcher of the ranks, and dies with none of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import DistStoreError
+
+from training.checkpoint.ranks.exchange import Stopped, not_in_time
+from training.errors import Unavailable
+
+LOOK_SECONDS = 0.5  # between two looks whether to wait on
+CONNECT_SECONDS = 30.0
+OPERATION_SECONDS = 10.0
+T = TypeVar("T")
+
+
+class TcpExchange:
+    """One rank's access, with a connection of its own. Not for two threads at once.
+
+    Args:
+        host, port: of the launcher's store.
+        rank, size: of the group.
+        generation: of the group; the messages of an older one are not seen.
+
+    Raises:
+        Unavailable: nobody answers there.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, size: int, generation: int = 0) -> None:
+        self.rank, self.size = rank, size
+        self._prefix = f"g{generation}/"
+        self._place = f"{host}:{port}"
+        self._store = self._reach(lambda: _connect(host, port))
+
+    def post(self, key: str, data: bytes) -> None:
+        """See `Exchange.post`."""
+        self._reach(lambda: self._store.set(self._prefix + key, data))
+
+    def take(self, key: str, seconds: float, stop: Sequence[str] = ()) -> bytes:
+        """See `Exchange.take`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if self._waits([key], min(LOOK_SECONDS, left)):
+                return self._reach(lambda: bytes(self._store.get(self._prefix + key)))
+            for other in stop:
+                if self._reach(lambda other=other: self._store.check([self._prefix + other])):  # type: ignore[misc]
+                    raise Stopped(other)
+            if left <= LOOK_SECONDS:
+                raise not_in_time(key, seconds)
+
+    def forget(self, key: str) -> None:
+        """See `Exchange.forget`."""
+        self._reach(lambda: self._store.delete_key(self._prefix + key))
+
+    def _waits(self, keys: list[str], seconds: float) -> bool:
+        try:
+            self._store.wait([self._prefix + key for key in keys], timedelta(seconds=max(seconds, 0.001)))
+        except (DistStoreError, RuntimeError):  # no time left, or nobody there: the next operation tells
+            return False
+        return True
+
+    def _reach(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (DistStoreError, RuntimeError) as error:
+            raise Unavailable(f"the launcher of the ranks does not answer at {self._place}: {error}") from error
+
+
+def _connect(host: str, port: int) -> Any:
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
+        host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS)
+    )
+    store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
+    return store
