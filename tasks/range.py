@@ -26,7 +26,7 @@ from tasks.departure import Departure, Leave
 from tasks.ending import Ending
 from tasks.hearing import Hearing
 from tasks.order import Publisher, RangeOrder, RangeResult, Registry, finished
-from tasks.supervise import TRAINING_COMMAND, Child
+from tasks.supervise import GROUP_COMMAND, TRAINING_COMMAND, Child
 from training.checkpoint.document import wall_clock
 from training.checkpoint.end import DONE, End, end_numbers, put_end
 from training.checkpoint.history import head_ref, read_committed
@@ -55,7 +55,7 @@ class RangeSupervisor:
     publisher: Publisher
     on_progress: Callable[[Progress], None]
     logger: logging.Logger | logging.LoggerAdapter[Any]
-    command: Sequence[str] = TRAINING_COMMAND
+    command: Sequence[str] | None = None  # default: by the number of ranks
 
     def __post_init__(self) -> None:
         order = self.order
@@ -222,7 +222,7 @@ class RangeSupervisor:
             expected=self.expected,
         )
         self.child = Child(
-            self.command,
+            self.command or (GROUP_COMMAND if order.config.parallel.world > 1 else TRAINING_COMMAND),
             spec.model_dump_json(),
             on_message=self._hear,
             show=lambda line: self.logger.info("| %s", line),

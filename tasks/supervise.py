@@ -31,6 +31,7 @@ from training.guard import STOP_WORD
 from training.ports import Done, Failed, Message, decode_message
 
 TRAINING_COMMAND = (sys.executable, "-m", "training.process")
+GROUP_COMMAND = (sys.executable, "-m", "training.group")
 TICK_SECONDS = 0.1
 VOUCH_SECONDS = 2.0
 STACK_SECONDS = 0.5

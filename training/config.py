@@ -11,12 +11,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from training.errors import Invalid
+from training.parallel.config import ParallelConfig
 
 JOB_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,63}$"
@@ -119,6 +120,7 @@ class JobConfig(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
     health: HealthConfig = HealthConfig()
+    parallel: ParallelConfig = ParallelConfig()
     attempts_per_range: int = Field(5, ge=1, description="tries in a row without a new checkpoint, then give up")
     init_from: InitFrom | None = Field(None, description="start from the weights of this checkpoint")
 
@@ -127,10 +129,30 @@ class JobConfig(Frozen):
         """`name`, or the module name of the job with `-` for `_`."""
         return self.name or self.job.partition(":")[0].rpartition(".")[2].lower().replace("_", "-")
 
+    @model_validator(mode="after")
+    def _group_agrees(self) -> Self:
+        """What every rank decides for itself must not depend on its own clock, or on its own disk."""
+        if self.parallel.world == 1:
+            return self
+        if self.checkpoint.every_steps == "auto" or self.checkpoint.every_seconds is not None:
+            raise ValueError("parallel.world > 1 needs checkpoint.every_steps as a number, and no every_seconds")
+        if self.checkpoint.on_busy != "wait":
+            raise ValueError("parallel.world > 1 needs checkpoint.on_busy: wait")
+        if self.precision == "fp16" and self.parallel.data != "ddp":
+            raise ValueError(f"parallel.data: {self.parallel.data} scales no loss for fp16; take precision: bf16")
+        return self
+
     def identity(self) -> dict[str, Any]:
-        """The part that changes the numbers. A checkpoint resumes only under an equal identity."""
+        """The part that changes the numbers. A checkpoint resumes only under an equal identity.
+
+        The world size does not count: it changes the order of sums, and a run may go on with another one.
+        """
         kept = {"job", "seed", "epochs", "batch_size", "accumulate_batches", "clip_grad_norm"}
-        return self.model_dump(mode="json", include=kept | {"precision", "threads", "params", "init_from"})
+        found = self.model_dump(mode="json", include=kept | {"precision", "threads", "params", "init_from"})
+        if self.parallel.compression is not None:
+            names = {"compression", "powersgd_rank", "powersgd_start_steps"}
+            found["compression"] = self.parallel.model_dump(mode="json", include=names)
+        return found
 
     def ranges(self) -> list[tuple[int, int]]:
         """Half-open epoch ranges `[start, stop)` that cover `[0, epochs)`."""
@@ -195,6 +217,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             lines.append(f"unknown key {key!r}; {advice}")
+        elif problem["type"] == "value_error":  # of several keys together: the message names them
+            lines.append(str(problem["msg"]).removeprefix("Value error, "))
         else:
             lines.append(f"{key}: {problem['msg']}, got {problem.get('input')!r}")
     return "; ".join(lines)

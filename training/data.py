@@ -47,8 +47,9 @@ class SeededDataset(Dataset[Any]):
 class EpochBatches(Sampler[list[Key]]):
     """Micro-batches of one epoch from a sample offset on, sliced by rank.
 
-    A global micro-batch is `batch_size * world_size` consecutive samples of the epoch's order; rank r takes
-    every world_size-th of them. The last one of an epoch may be short.
+    A micro-batch of the group is `batch_size` consecutive samples of the epoch's order; rank r of n takes every
+    n-th of them. So the order and the positions of a run do not depend on its world size. The last one of an epoch
+    may be short; a rank for which nothing is left then is given a sample that does not count, see `share`.
     """
 
     def __init__(
@@ -63,16 +64,22 @@ class EpochBatches(Sampler[list[Key]]):
     ) -> None:
         self.epoch = epoch
         self._order = epoch_order(seed, epoch, samples)
-        self._step = batch_size * world_size
+        self._step = batch_size
         self._offset, self._rank, self._world_size = offset, rank, world_size
 
     def __iter__(self) -> Iterator[list[Key]]:
         for at in range(self._offset, len(self._order), self._step):
-            chosen = self._order[at : at + self._step][self._rank :: self._world_size]
+            batch = self._order[at : at + self._step]
+            chosen = batch[self._rank :: self._world_size] if len(batch) > self._rank else batch[:1]
             yield [(self.epoch, int(index)) for index in chosen]
 
     def __len__(self) -> int:
         return len(range(self._offset, len(self._order), self._step))
+
+
+def share(count: int, rank: int, world_size: int) -> int:
+    """How many of `count` samples of a micro-batch are this rank's."""
+    return len(range(rank, count, world_size))
 
 
 class Schedule:
@@ -117,6 +124,8 @@ def load_batches(
     offset: int,
     batch_size: int,
     workers: int,
+    rank: int = 0,
+    world_size: int = 1,
     pin_memory: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[Any]:
@@ -128,7 +137,7 @@ def load_batches(
     return iter(
         DataLoader(
             SeededDataset(dataset, seed),
-            batch_sampler=EpochBatches(seed, epoch, samples, batch_size, offset),
+            batch_sampler=EpochBatches(seed, epoch, samples, batch_size, offset, rank, world_size),
             num_workers=workers,
             collate_fn=collate,
             pin_memory=pin_memory,

@@ -65,6 +65,16 @@ class Job(ABC, Generic[P]):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean loss of one collated micro-batch that is already on the model's device; a 0-dim tensor."""
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated parts of the model, in order: FSDP gathers them, and recomputing takes them, one by one."""
+        del model
+        return []
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        """Module name -> `ParallelStyle` of `torch.distributed.tensor.parallel`, for `parallel.tensor`."""
+        del model
+        return {}
+
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Metrics of the model in eval mode on data that it was not trained on."""

@@ -66,7 +66,7 @@ def train_epochs(
             while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
                 window = trainer.schedule.window_at(position)
                 progress.before_step(window, fresh)
-                loss = trainer.optimizer_step(batches, window)
+                loss = trainer.agree(trainer.optimizer_step(batches, window), stop)
                 position, fresh = trainer.schedule.after(position), False
                 saver.log(position, loss)
                 progress.step(position, loss)

@@ -35,6 +35,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
+def seed_of_rank(seed: int, rank: int) -> int:
+    """The seed of a rank's own generators; rank 0 has the run's, as one rank alone has it."""
+    return seed if rank == 0 else _seed_of("rank", seed, rank)
+
+
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Let the CPU generators give the numbers of this sample from here on."""
     value = _seed_of("sample", seed, epoch, index)

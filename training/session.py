@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training.cadence import Cadence, Failures
 from training.checkpoint.checkpointer import IncrementalCheckpointer
@@ -27,6 +27,9 @@ from training.ports import EVALUATION_DUE, Done, Message, Pause, Restored, Saved
 from training.stopping import StopRequest
 from training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from training.parallel.ranks import Ranks
+
 
 def train_range(
     config: JobConfig,
@@ -40,6 +43,7 @@ def train_range(
     expected: Ref | None = None,
     report: Callable[[Message], None] = lambda _: None,
     request: StopRequest | None = None,
+    ranks: Ranks | None = None,
 ) -> Done:
     """Resume a run from its newest intact checkpoint and train until epoch `stop`.
 
@@ -54,13 +58,14 @@ def train_range(
         expected: the newest checkpoint that the registry knows; a difference is reported, the store wins.
         report: receives every message.
         request: asks for an early end; see `train_epochs`.
+        ranks: the group that this process is a rank of; every rank calls this.
 
     Raises:
         Invalid: the job cannot be trained, or the run was started with another job or other data.
         See `train_epochs` for the rest.
     """
     started = time.perf_counter()
-    trainer = Trainer(config, data_folder)
+    trainer = Trainer(config, data_folder, ranks)
     metered = MeteredStore(open_store(store) if isinstance(store, str) else store)
     checkpointer = IncrementalCheckpointer(
         metered,
@@ -68,6 +73,8 @@ def train_range(
         token=token,
         **checkpoint_options(config.checkpoint),
         must_be_finite=trainer.must_be_finite,
+        group=ranks.exchange if ranks is not None else None,
+        split=trainer.must_be_finite,
         rollback=rollback_policy(config.health),
         job=describe(config),
         data=data_version,
@@ -78,7 +85,7 @@ def train_range(
     with checkpointer, _announced_end(report, limits, checkpointer):
         checkpointer.check(trainer.state.capture())
         report(Pause(what="restoring", allowance_seconds=limits.start_seconds))
-        restored = checkpointer.restore()
+        restored = checkpointer.restore(trainer.state.box)
         position = _resume(trainer, restored, config, data_version)
         if checkpointer.rollback is not None:
             position = trainer.schedule.skip(position, checkpointer.rollback.skip_steps)
@@ -205,7 +212,7 @@ def _resume(
     for section in ("model", "optimizer", "scheduler", "scaler", "randomness"):
         if section not in restored:
             raise Corrupt(f"the checkpoint holds no {section}", key=restored.manifest.key)
-    trainer.state.apply(restored)
+    trainer.state.apply(restored, restored.manifest.world_size)
     return restored.position
 
 

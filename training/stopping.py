@@ -58,6 +58,30 @@ class StopRequest:
             return None
 
 
+class GroupStop(StopRequest):
+    """The wish of one rank of a group: granted after the step at which all ranks know of it.
+
+    An evaluation is not interrupted: the other ranks are in it, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wished = False
+
+    @property
+    def unheard(self) -> bool:
+        """See `StopRequest.unheard`."""
+        return not self.wished
+
+    def ask(self) -> None:
+        """Note the wish."""
+        self.wished = True
+
+    def unless_asked(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`."""
+        return work()
+
+
 def insist(request: StopRequest, every_seconds: float = 1.0) -> None:
     """Repeat a SIGTERM for the main thread until the request is heard. Called in the main thread.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from training.checkpoint.manifest import Position
 from training.checkpoint.restore import restore_checkpoint
 from training.checkpoint.store import open_store
 from training.config import JobConfig
-from training.data import Schedule, load_batches, to_device
+from training.data import Schedule, load_batches, share, to_device
 from training.errors import Invalid
 from training.job import load_job
-from training.randomness import preserved_randomness, seed_everything
-from training.state import TrainingState, apply_model, finite_paths
-from training.stopping import StopRequest
+from training.parallel.clip import clip_gradients
+from training.randomness import preserved_randomness, seed_everything, seed_of_rank
+from training.state import TrainingState, apply_model, finite_paths, unwrapped
+from training.stopping import GroupStop, StopRequest
+
+if TYPE_CHECKING:
+    from training.parallel.ranks import Ranks
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,9 +35,10 @@ class Trainer:
         Invalid: the job, its parameters, its data or its state cannot be trained and saved.
     """
 
-    def __init__(self, config: JobConfig, data_folder: Path | None) -> None:
+    def __init__(self, config: JobConfig, data_folder: Path | None, ranks: Ranks | None = None) -> None:
         self.config = config
-        self.device = _device(config)
+        self.ranks = ranks
+        self.device = ranks.device if ranks is not None else device_of(config)
         torch.set_num_threads(config.threads)
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = False  # picks kernels by time, which changes results
@@ -43,6 +48,11 @@ class Trainer:
         self.model = self.job.model().to(self.device)
         if config.init_from is not None:
             _start_from(self.model, config)
+        residuals = None
+        if ranks is not None:
+            from training.parallel.wrap import cut  # one rank alone never pays for it
+
+            self.model, residuals = cut(self.model, self.job, ranks, config.precision)
         self.optimizer = self.job.optimizer(self.model)
         self.dataset = self.job.train_data()
         samples = len(cast("Any", self.dataset))
@@ -51,9 +61,9 @@ class Trainer:
         self.schedule = Schedule(samples, config.batch_size, config.accumulate_batches)
         scheduler = self.job.scheduler(self.optimizer, self.total_steps)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler)
+        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler, ranks, residuals)
         self.model.train()
-        seed_everything(config.seed)  # again: what model() drew must not matter for what follows
+        self.seed()  # again: what model() drew must not matter for what follows
 
     @property
     def must_be_finite(self) -> list[str]:
@@ -65,6 +75,10 @@ class Trainer:
         """Optimizer steps of the whole run."""
         return self.schedule.steps_per_epoch * self.config.epochs
 
+    def seed(self) -> None:
+        """The generators as a rank has them that is new at this point: each rank its own."""
+        seed_everything(seed_of_rank(self.config.seed, self._data_rank))  # those that share layers draw the same
+
     def batches(self, position: Position) -> Iterator[Any]:
         """Micro-batches of the rest of the position's epoch."""
         return load_batches(
@@ -74,6 +88,8 @@ class Trainer:
             offset=self.schedule.offset(position),
             batch_size=self.config.batch_size,
             workers=self.config.loader_workers,
+            rank=self._data_rank,
+            world_size=self._data_ranks,
             pin_memory=self.device.type == "cuda",
         )
 
@@ -90,14 +106,24 @@ class Trainer:
         left = window_samples
         while left > 0:
             count = min(self.config.batch_size, left)
-            batch = to_device(next(batches), self.device)
-            with self._autocast():
-                loss = self.job.loss(self.model, batch) * (count / window_samples)
-            cast("Callable[[], None]", (self.scaler.scale(loss) if self.scaler else loss).backward)()
-            total += loss.detach()
             left -= count
+            batch = to_device(next(batches), self.device)
+            # of this rank's samples the mean, by its share of the window: the sum over all ranks is a plain mean
+            weight = share(count, self._data_rank, self._data_ranks) / window_samples
+            with self._syncing(last=left == 0):
+                with self._autocast():
+                    loss = self.job.loss(self.model, batch) * weight
+                scaled = loss * self._data_ranks  # gradients are averaged over the ranks
+                cast("Callable[[], None]", (self.scaler.scale(scaled) if self.scaler else scaled).backward)()
+            total += loss.detach()
         self._apply_gradients()
         return total
+
+    def agree(self, loss: Tensor, stop: StopRequest) -> Tensor:
+        """The loss over all samples of the step; and all ranks know whether one of them was asked to stop."""
+        if self.ranks is not None:
+            loss, stop.asked = self.ranks.reduce(loss, isinstance(stop, GroupStop) and stop.wished)
+        return loss
 
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float] | None:
         """Metrics of the job; None if `stop` came first. Generators and the modules' modes stay as they were."""
@@ -106,7 +132,7 @@ class Trainer:
         self.model.eval()
         try:
             with torch.no_grad(), torch.random.fork_rng(), preserved_randomness(), self._autocast():
-                metrics = stop.unless_asked(lambda: self.job.evaluate(self.model))
+                metrics = stop.unless_asked(lambda: self.job.evaluate(unwrapped(self.model)))
             return None if metrics is None else {name: float(value) for name, value in metrics.items()}
         finally:
             for module, mode in modes:
@@ -120,7 +146,7 @@ class Trainer:
         if self.config.clip_grad_norm is not None:
             if self.scaler:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad_norm)
+            clip_gradients(self.model.parameters(), self.config.clip_grad_norm)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -129,12 +155,32 @@ class Trainer:
         if self.state.scheduler:
             self.state.scheduler.step()
 
+    @property
+    def _data_rank(self) -> int:
+        return self.ranks.data_rank if self.ranks is not None else 0
+
+    @property
+    def _data_ranks(self) -> int:
+        return self.config.parallel.data_ranks if self.ranks is not None else 1
+
+    def _syncing(self, *, last: bool) -> AbstractContextManager[Any]:
+        if self.ranks is None:
+            return nullcontext()
+        from training.parallel.wrap import without_sync
+
+        return without_sync(self.model, last=last)
+
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _AUTOCAST.get(self.config.precision)
         return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def _device(config: JobConfig) -> torch.device:
+def device_of(config: JobConfig) -> torch.device:
+    """Where one rank alone trains.
+
+    Raises:
+        Invalid: a GPU is asked for, and there is none.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise Invalid("device is cuda, but torch sees no GPU", hint="--set device=cpu, or check nvidia-smi")

@@ -63,6 +63,8 @@ def users_job(root: Path, file: Path, overrides: list[str]) -> DrillJob:
 def _made(root: Path, config: JobConfig, step_seconds: float, steps: int | None) -> DrillJob:
     if config.checkpoint.bounded is not None:
         raise Invalid("a drill compares bit for bit, and bounded deltas are not exact", hint="unset bounded")
+    if config.parallel.world > 1:
+        raise Invalid("a drill trains one rank: groups of ranks have no drills yet", hint="--set parallel.world=1")
     version = ensure_data(root, config.data) if config.data else None
     folder = root / version.path if version else None
     preflight = check_job(root, config, folder)

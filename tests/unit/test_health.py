@@ -21,6 +21,7 @@ from training.config import HealthConfig, JobConfig
 from training.data import Schedule
 from training.errors import Diverged
 from training.health import LossWatch, UnhealthyLoss, finite
+from training.parallel.ranks import Ranks
 from training.session import train_range
 from training.state import finite_paths
 from training.trainer import Trainer
@@ -183,8 +184,8 @@ def test_an_infinite_buffer_of_the_model_is_legitimate(digits: Path) -> None:
     class Masked(Trainer):
         """A model with a mask."""
 
-        def __init__(self, config: JobConfig, data_folder: Path | None) -> None:
-            super().__init__(config, data_folder)
+        def __init__(self, config: JobConfig, data_folder: Path | None, ranks: Ranks | None = None) -> None:
+            super().__init__(config, data_folder, ranks)
             self.model.register_buffer("mask", torch.full((4,), -torch.inf))
 
     store = MemoryStore()

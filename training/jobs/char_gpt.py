@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -56,6 +56,19 @@ class CharGpt(Job[GptParams]):
     def model(self) -> nn.Module:
         """About 366,000 parameters with the defaults."""
         return Gpt(self.params)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The transformer's blocks."""
+        return list(cast("Gpt", model).blocks)
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        """The feed-forward layers are shared: two thirds of the parameters."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        plan: dict[str, Any] = {}
+        for number in range(len(cast("Gpt", model).blocks)):
+            plan |= {f"blocks.{number}.mlp_in": ColwiseParallel(), f"blocks.{number}.mlp_out": RowwiseParallel()}
+        return plan
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """AdamW; `parameters()` names the tied weight once."""

@@ -76,6 +76,14 @@ class Drilled(Job[DrilledParams]):
         """Its loss."""
         return self.inside.loss(model, batch)
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Its blocks."""
+        return self.inside.blocks(model)
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        """Its plan."""
+        return self.inside.tensor_plan(model)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Its metrics."""
         return self.inside.evaluate(model)

@@ -1,0 +1,53 @@
+"""The `parallel:` section of a job's YAML file. Knows no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class ParallelConfig(BaseModel):
+    """How a training is cut over ranks. The default, one rank, is a single process that pays for none of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world: int = Field(1, ge=1, description="ranks; on one node, as many processes")
+    data: Literal["ddp", "fsdp", "hsdp"] = Field(
+        "ddp", description="each data-parallel rank holds a replica, a shard, or a shard within its replica"
+    )
+    replicas: int = Field(1, ge=1, description="hsdp: replicas, each of which is sharded")
+    tensor: int = Field(1, ge=1, description="ranks that share each layer, by the job's tensor_plan()")
+    activation_checkpointing: bool = Field(
+        False, description="the job's blocks() are computed again in the backward pass instead of being kept"
+    )
+    compression: Literal["fp16", "powersgd"] | None = Field(None, description="ddp: gradients, on the wire only")
+    powersgd_rank: int = Field(1, ge=1, description="of the approximation")
+    powersgd_start_steps: int = Field(10, ge=2, description="steps without compression at first")
+    collective_timeout_seconds: float = Field(
+        60.0, gt=0, description="a collective that takes longer ends the group; a hung rank is found much sooner"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        """Each rule names what to change."""
+        if self.world % self.tensor:
+            raise ValueError(f"world {self.world} is no multiple of tensor {self.tensor}")
+        if self.data == "hsdp":
+            if self.replicas < 2 or self.data_ranks % self.replicas or self.data_ranks == self.replicas:
+                raise ValueError(
+                    f"hsdp needs replicas >= 2 that divide world / tensor = {self.data_ranks} into shards of 2 or "
+                    f"more, not {self.replicas}; else use fsdp or ddp"
+                )
+        elif self.replicas != 1:
+            raise ValueError(f"replicas belong to hsdp, not to {self.data}")
+        if self.compression is not None and (self.data != "ddp" or self.tensor > 1):
+            raise ValueError(f"compression {self.compression} is a hook of ddp without tensor parallelism")
+        if self.data == "ddp" and self.tensor > 1 and self.data_ranks > 1:
+            raise ValueError("tensor parallelism with several data-parallel ranks needs data: fsdp")
+        return self
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.world // self.tensor

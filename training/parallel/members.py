@@ -1,0 +1,234 @@
+"""The ranks of a node, as their launcher hears and sees them: who is frozen, who holds up the others."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from training.allowance import Allowance
+from training.config import SupervisorConfig
+from training.parallel.wire import STOP, TELL, Alive, Bye, Collectives, Hello, Said, decode_word
+from training.ports import Failed, Message
+
+FROZEN_SECONDS = 1.0  # stopped by a signal for so long
+DEAF_SECONDS = 2.0  # without a sign of life while it trains: its interpreter is held
+DEAF_IN_PAUSE_SECONDS = 15.0  # importing, compiling and restoring may hold the interpreter for longer
+TELL_SECONDS = 0.5
+MARGIN_SECONDS = 1.0  # the launcher judges before its supervisor does, who would not know whom to name
+
+
+@dataclass
+class Member:
+    """One rank."""
+
+    rank: int
+    pid: int
+    connection: socket.socket
+    process: psutil.Process
+    heard: float
+    stopped: float | None = None
+    dead: float | None = None
+    left: bool = False
+    collectives: Collectives | None = None
+    failed: Failed | None = None
+    _rest: bytes = b""
+
+    def lines(self, data: bytes) -> Iterator[bytes]:
+        """Whole lines of what was received."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        yield from lines
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame, and for what."""
+
+    rank: int
+    pid: int
+    reason: str
+
+
+@dataclass
+class Members:
+    """Listens to the ranks of this node.
+
+    Args:
+        address: of the socket.
+        limits: the silences that a training is allowed.
+        on_message: receives what rank 0 of the node says of the training.
+    """
+
+    address: Path
+    limits: SupervisorConfig
+    on_message: Callable[[Message], None]
+    clock: Callable[[], float] = time.monotonic
+    members: dict[int, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._allowance = Allowance(self.limits)
+        self._progress = self.clock()
+        self._asked: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(self.address))
+        self._server.listen(64)
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+
+    def close(self) -> None:
+        """Stop listening: what is left of the ranks ends."""
+        for member in self.members.values():
+            member.connection.close()
+        self._selector.close()
+        self._server.close()
+
+    def pump(self, seconds: float) -> None:
+        """Take in what the ranks say, for at most so long."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                connection, _ = self._server.accept()
+                self._selector.register(connection, selectors.EVENT_READ, _Unknown())
+            else:
+                self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+
+    def send(self, word: bytes) -> None:
+        """To all ranks."""
+        for member in self.members.values():
+            with suppress(OSError):
+                member.connection.send(word, socket.MSG_DONTWAIT)
+
+    def stop(self) -> None:
+        """Ask all ranks to leave, after the step at which all know of it."""
+        self.send(STOP)
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for member in self.members.values():
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+
+    def verdict(self) -> Verdict | None:
+        """Who is frozen, deaf, or holds up the others; None: nobody."""
+        now, trains = self.clock(), self._allowance.pause is None
+        for member in self.members.values():
+            if member.left or member.failed is not None:
+                continue
+            status = _status(member.process)
+            if status in (None, psutil.STATUS_ZOMBIE):
+                continue  # dead: the agent says how
+            member.stopped = (member.stopped or now) if status == psutil.STATUS_STOPPED else None
+            if member.stopped is not None and now - member.stopped >= FROZEN_SECONDS:
+                return self._of(member, "was frozen (stopped by a signal)")
+            silent = now - member.heard
+            if member.stopped is None and silent > (DEAF_SECONDS if trains else DEAF_IN_PAUSE_SECONDS):
+                return self._of(member, f"gave no sign of life for {silent:.1f} s: its interpreter is held")
+        return self._hung(now)
+
+    def have_ended(self) -> bool:
+        """Whether nothing more is to be heard: each rank has said its last word, or is dead."""
+        self.dead_seconds()
+        return all(member.left or member.dead is not None for member in self.members.values())
+
+    def dead_seconds(self) -> float:
+        """How long ago the first rank ended without a last word; 0: none did."""
+        now = self.clock()
+        for member in self.members.values():
+            if not member.left and member.dead is None and _status(member.process) in (None, psutil.STATUS_ZOMBIE):
+                member.dead = now
+        return max((now - member.dead for member in self.members.values() if member.dead is not None), default=0.0)
+
+    def failures(self) -> dict[int, Failed]:
+        """What ranks said of how they failed, in the order of the ranks."""
+        return {rank: m.failed for rank, m in sorted(self.members.items()) if m.failed is not None}
+
+    def _hung(self, now: float) -> Verdict | None:
+        """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest."""
+        silent = now - self._progress
+        if silent < self._allowance.seconds - MARGIN_SECONDS or any(m.left for m in self.members.values()):
+            self._asked = None
+            return None
+        if self._asked is None:
+            self._asked = now
+            for member in self.members.values():
+                member.collectives = None
+            self.send(TELL)
+        told = [member for member in self.members.values() if member.collectives is not None]
+        if len(told) < len(self.members) and now - self._asked < TELL_SECONDS:
+            return None
+        if not told:
+            return None
+        last, first = min(told, key=_begun), max(told, key=_begun)
+        reason = f"made no step for {silent:.1f} s"
+        if _begun(last) < _begun(first) and first.collectives is not None:
+            reason += f" and has not come to the collective that others wait in ({first.collectives.last})"
+        return self._of(last, reason)
+
+    def _of(self, member: Member, reason: str) -> Verdict:
+        return Verdict(member.rank, member.pid, reason)
+
+    def _read(self, connection: socket.socket, known: Member | _Unknown) -> None:
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(connection)
+            return
+        for line in known.lines(data):
+            word = decode_word(line)
+            if isinstance(word, Hello):
+                member = Member(word.rank, word.pid, connection, psutil.Process(word.pid), self.clock())
+                self.members[word.rank] = member
+                print(f"rank {word.rank} is process {word.pid}", file=sys.stderr, flush=True)  # noqa: T201 - the log
+                self._selector.modify(connection, selectors.EVENT_READ, member)
+                known = member
+            elif isinstance(known, Member):
+                self._hear(known, word)
+
+    def _hear(self, member: Member, word: object) -> None:
+        member.heard = self.clock()
+        if isinstance(word, Collectives):
+            member.collectives = word
+        elif isinstance(word, Bye):
+            member.left = True
+        elif isinstance(word, Said):
+            message = word.message()
+            if isinstance(message, Failed):
+                member.failed = message
+            elif member.rank == min(self.members):
+                if self._allowance.hear(message):
+                    self._progress = self.clock()
+                self.on_message(message)
+        else:
+            assert word is None or isinstance(word, Alive)  # noqa: S101
+
+
+class _Unknown:
+    """A connection whose rank has not said its name."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def lines(self, data: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        yield from lines
+
+
+def _begun(member: Member) -> int:
+    return member.collectives.begun if member.collectives else 0
+
+
+def _status(process: psutil.Process) -> str | None:
+    try:
+        return str(process.status())
+    except psutil.Error:
+        return None
