@@ -15,7 +15,7 @@ from infra.settings import Settings
 from tasks.drill.measures import trials
 from tasks.drill.recording import Recording
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("drill")]  # a stack of its own
 # Each process trains on other numbers, so that whatever is resumed differs from the straight run.
 UNSTEADY = """
 import os

@@ -25,6 +25,7 @@ from training.checkpoint.store.retry import RetryingStore
 from training.checkpoint.store.s3 import S3Store
 
 pytest_plugins = ["tests.support.s3_fixtures"]
+pytestmark = pytest.mark.xdist_group("s3")
 CONFIG = mnist_config(epochs=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -68,6 +69,7 @@ def _member(
     pipe: Connection, port: int, rank: int, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     die_with_parent()
+    os.nice(15)  # several at once, beside tests of seconds
     torch.set_num_threads(1)
     store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group(

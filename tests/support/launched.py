@@ -41,7 +41,7 @@ class Launched:
         self.log = store.with_suffix(f".{self.token}.log")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--messages", str(writing)],
+                ["nice", "-n", "15", sys.executable, "-m", module, "--messages", str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

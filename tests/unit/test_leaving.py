@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from tasks.order import RangeResult
-from tests.unit.test_supervise import Bench, gone, wait_for
+from tests.unit.test_supervise import Bench, gone_within, wait_for
 from training.checkpoint.end import read_ends
 from training.checkpoint.token import claim
 from training.errors import Fenced, Preempted, Unavailable
 
 ROOT = Path(__file__).parents[2]
+ENDS_SECONDS = 2.0  # no orphan lives for longer
 
 # As the flow does it. Files in the folder say what the server tells, and whether the store answers.
 DRIVER = """
@@ -118,7 +119,7 @@ def test_without_store_and_orchestrator_everything_ends_after_the_lease(bench: B
     code, output = one.ends()
     assert code == Unavailable.exit_code, output
     assert "neither the store nor the orchestrator" in output
-    assert gone(training)
+    assert gone_within(training, ENDS_SECONDS)
 
 
 def test_a_main_thread_that_is_stuck_keeps_nobody(bench: Bench, driven: list[Driven]) -> None:
@@ -129,7 +130,7 @@ def test_a_main_thread_that_is_stuck_keeps_nobody(bench: Bench, driven: list[Dri
     one.tell("CRASHED")
     code, output = one.ends(4.0)
     assert code == Fenced.exit_code, output
-    assert gone(training)
+    assert gone_within(training, ENDS_SECONDS)
     end = read_ends(bench.store)[1]
     assert (end.kind, end.by) == ("Fenced", "supervisor")
 
@@ -149,7 +150,7 @@ def test_whoever_wakes_first_both_end_within_two_seconds(bench: Bench, driven: l
     with suppress(psutil.NoSuchProcess):  # killed already by whoever woke first
         processes.popitem()[1].resume()
     assert one.ends(2.0)[0] == Fenced.exit_code
-    assert gone(one.training())
+    assert gone_within(one.training(), ENDS_SECONDS)
     assert one.process.wait() == Fenced.exit_code
 
 

@@ -532,6 +532,14 @@ def gone(pid: int) -> bool:
         return True
 
 
+def gone_within(pid: int, seconds: float) -> bool:
+    """It ends in so long."""
+    deadline = time.monotonic() + seconds
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return gone(pid)
+
+
 def wait_for(look: Callable[[], int | None]) -> int:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

@@ -99,6 +99,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_group(scene: Scene, rank: i
     wait_until_gone(list(ranks.values()), 2)
 
 
+@pytest.mark.soak
 def test_a_frozen_rank_is_named(scene: Scene) -> None:
     scene.tell("slow", 0.1)
     group = scene.start(world=3)

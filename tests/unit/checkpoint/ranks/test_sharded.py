@@ -119,7 +119,7 @@ def mostly_soak(names: Iterable[str], *quick: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
-@pytest.mark.parametrize("strategy", mostly_soak(SIZES, "tp-fsdp"))
+@pytest.mark.parametrize("strategy", mostly_soak(SIZES))
 def test_a_strategy_resumes_to_the_bit_and_its_chain_goes_on(strategy: str, tmp_path: Path) -> None:
     size = SIZES[strategy]
     straight = gang(size, train, str(tmp_path / "straight"), strategy, 0, 4)
