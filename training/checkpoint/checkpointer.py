@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from training.checkpoint import patience
 from training.checkpoint.attempt import Attempt
 from training.checkpoint.coding.bounded import BoundedCodec
 from training.checkpoint.coding.codec import release_gil
@@ -277,7 +278,7 @@ class IncrementalCheckpointer:
         keep = self._saver.submit(  # behind the save in flight, which takes a sequence, too
             self._attempt.quarantine, name, reason, position, since_step
         )
-        keep.result()
+        patience.result(keep)
 
     def save_checkpoint(self, state: Mapping[str, Any], epoch: int, **meta: Any) -> None:
         """Save with the epoch as the only position, for loops that count nothing else.

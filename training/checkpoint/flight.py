@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent import futures
 
+from training.checkpoint import patience
 from training.checkpoint.draft import Draft
 from training.checkpoint.manifest import Committed, MetricPoint
 from training.errors import Fenced, RetomaError, Unavailable
@@ -55,7 +56,7 @@ class Flight:
             raise self._fenced
         if self._pending is None:
             return
-        futures.wait([self._pending[1]])  # interrupted here, the save is still ours to wait for
+        patience.wait(self._pending[1])  # interrupted here, the save is still ours to wait for
         (draft, done), self._pending = self._pending, None
         try:
             done.result()

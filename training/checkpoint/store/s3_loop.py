@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from training.checkpoint import patience
+
 T = TypeVar("T")
 
 CLEANUP_SECONDS = 10.0
@@ -58,7 +60,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     future = asyncio.run_coroutine_threadsafe(whole(), background_loop())
     try:
-        return future.result()
+        return patience.result(future)
     except BaseException:
         if not ended.is_set():
             future.cancel()
