@@ -154,9 +154,11 @@ def test_any_exception_in_the_middle_leaves_no_object_and_no_upload(
 
 
 PUT_BIG = """
+import signal
 import sys
 from training.checkpoint.store.s3 import S3Store
 from training.checkpoint.store.s3_client import MIB, S3Options
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without it
 store = S3Store(sys.argv[1], S3Options(part_bytes=5 * MIB, multipart_bytes=8 * MIB, concurrency=2))
 try:
     store.put(sys.argv[2], [bytes(13 * MIB)])

@@ -35,7 +35,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "scratch").mkdir()
     command = [sys.executable, "-m", "benchmarks", "--smoke", "--out", str(folder / "out")]
     done = subprocess.run(
-        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=270, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from training.checkpoint.restore import restore_newest
 from training.checkpoint.store import LocalStore
 from training.state import TrainingState
 
-pytestmark = pytest.mark.xdist_group("ranks")  # each of them needs more processes than there are cores
+pytestmark = [pytest.mark.soak, pytest.mark.xdist_group("ranks")]  # each is two or three groups of processes
 SIZES = {"ddp": 2, "fsdp": 2, "fsdp3": 3, "fsdp4": 4, "hsdp": 4, "tp": 2, "tp-fsdp": 4}
 
 
@@ -114,12 +113,7 @@ def same(one: Arrays, other: Arrays) -> None:
         assert np.array_equal(value, other[key]), key
 
 
-def mostly_soak(names: Iterable[str], *quick: str) -> list[Any]:
-    """All in `make soak`, some always: each is two or three groups of processes."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.soak) for name in names]
-
-
-@pytest.mark.parametrize("strategy", mostly_soak(SIZES))
+@pytest.mark.parametrize("strategy", SIZES)
 def test_a_strategy_resumes_to_the_bit_and_its_chain_goes_on(strategy: str, tmp_path: Path) -> None:
     size = SIZES[strategy]
     straight = gang(size, train, str(tmp_path / "straight"), strategy, 0, 4)
@@ -133,7 +127,7 @@ def test_a_strategy_resumes_to_the_bit_and_its_chain_goes_on(strategy: str, tmp_
 MOVES = ["fsdp4 fsdp", "fsdp fsdp3", "tp-fsdp fsdp", "fsdp3 tp-fsdp", "hsdp tp", "ddp fsdp4", "fsdp4 ddp"]
 
 
-@pytest.mark.parametrize("move", mostly_soak(MOVES, "tp-fsdp fsdp"))
+@pytest.mark.parametrize("move", MOVES)
 def test_a_state_moves_to_another_strategy_to_the_bit(move: str, tmp_path: Path) -> None:
     before, after = move.split()
     saved = gang(SIZES[before], train, str(tmp_path), before, 0, 3)
