@@ -46,9 +46,8 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # else each look at a store that has no answer is a warning
+    # a rank looks twice a second whether a message is there, and torch would warn each time that it is not
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCH_MP_PARALLEL_START"] = "1"
     die_with_parent()
     with os.fdopen(options.messages, "wb", buffering=0) as out:
@@ -84,7 +83,6 @@ class Launcher:
 
     def __init__(self, spec: RangeSpec, line: str, out: FileIO) -> None:
         self._spec, self._line, self._out = spec, line, out
-        self._lock = threading.Lock()
         self._asked = self._told = False
         self._verdict: Verdict | None = None
         self._done: Done | None = None
@@ -95,8 +93,7 @@ class Launcher:
 
     def say(self, message: Message) -> None:
         """Tell the supervisor."""
-        with self._lock:
-            self._out.write(encode_message(message))
+        self._out.write(encode_message(message))
 
     def ask_to_leave(self) -> None:
         """From the signal handler."""
@@ -127,10 +124,8 @@ class Launcher:
             self._verdict = verdict
             self._write_stacks()
             self._members.kill()
-        elif (
-            self._members.dead_seconds() > VICTIMS_SECONDS
-        ):  # torch's agent would ask the others, and wait for 30 s
-            self._members.kill()
+        elif self._members.dead_seconds() > VICTIMS_SECONDS:
+            self._members.kill()  # torch's agent would ask them to end, and wait for 30 s
 
     def _write_stacks(self) -> None:
         """All ranks write the stack of their main thread to the log, as far as they run."""

@@ -45,7 +45,6 @@ from training.session import train_range
 from training.stopping import GroupStop, insist
 from training.trainer import device_of
 
-RECORDED_COLLECTIVES = 64
 VICTIM_SECONDS = 0.5
 _recorder: Any = _distributed_c10d  # the stubs do not know all of it
 _PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Timed out")
@@ -63,7 +62,6 @@ class Place(NamedTuple):
 def main(spec_line: str, place: Place) -> None:
     """Train a range as the rank that the environment names."""
     die_with_parent()
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     spec = RangeSpec.model_validate_json(spec_line)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     request = GroupStop()

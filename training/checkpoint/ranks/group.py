@@ -54,8 +54,7 @@ class GroupAttempt(Attempt):
 
     def open(self) -> RestoredState | None:
         """See `Attempt.open`. All ranks restore the same checkpoint, or raise the same error."""
-        found = self._follow() if self._leader is None else self._lead(self._leader)
-        return self._start_from(found)
+        return self._start_from(self._follow()) if self._leader is None else self._lead(self._leader)
 
     def write(self, draft: Draft, failed_saves: int, skipped_saves: int) -> Committed:
         """See `Attempt.write`. All ranks return the same checkpoint, or raise the same error."""
@@ -68,11 +67,9 @@ class GroupAttempt(Attempt):
             draft.copying.finish()
             written = self._write_packs(draft, sequence, base, self.exchange.rank)
             part = self._contribution(draft, written, sequence, base)
-        except RetomaError as problem:
-            error, part = (
-                problem,
-                Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(problem)),
-            )
+        except BaseException as problem:  # noqa: BLE001 - the others wait; it is raised below
+            error = problem
+            part = Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(problem))
         if self._leader is None:
             outcome, committed = self._await_outcome(part, draft)
         else:
@@ -98,27 +95,26 @@ class GroupAttempt(Attempt):
         else:
             self.take_sequence()
 
-    def _lead(self, leader: Leader) -> Found | None:
+    def _lead(self, leader: Leader) -> RestoredState | None:
         """Rank 0: claim, look for a checkpoint that all ranks can read, and seal it."""
         try:
             found = self._find_and_seal(self._claim(), self._load_together)
+            restored = self._start_from(found)
             if found is not None:
                 leader.start_from(found.chain)
-                self.policy.start_from(found.chain.contents)
-                self.policy.decode_rate = found.bytes_per_second
         except BaseException as error:
             self._post(self._look_key(), Look(failure=Failure.of(error)))
             raise
         self._next_base = self.policy.decide()
         done = Look(
             token=self._my_token,
-            found=found is not None,
-            skipped=found.state.skipped if found is not None else (),
+            found=restored is not None,
+            skipped=restored.skipped if restored is not None else (),
             rollback=self.rollback,
             next_base=self._next_base,
         )
         self._post(self._look_key(), done)
-        return found
+        return restored
 
     def _load_together(self, token: int, sequence: int, skipped: list[Skipped]) -> Found:
         """Have every rank read a checkpoint. Raises `Corrupt` if one of them cannot."""

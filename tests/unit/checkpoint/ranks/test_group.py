@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -179,6 +180,20 @@ def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all_and_the_next_one
     for rank, found in enumerate(again.restore()):
         is_the_state(found, rank, 3, 3)
     again.close()
+
+
+def test_an_error_that_nobody_foresaw_on_one_rank_is_told_to_all_at_once() -> None:
+    class Broken(MemoryStore):
+        def put(self, key: str, parts: Any) -> None:
+            if "-r0001-" in key:
+                raise ZeroDivisionError("a mistake of ours")
+            super().put(key, parts)
+
+    begun = time.monotonic()
+    outcomes = Group(Broken(), 3).save(1)
+    assert time.monotonic() - begun < 60, "the others do not wait for their patience to end"
+    assert isinstance(outcomes[1], ZeroDivisionError)
+    assert all("rank 1: a mistake of ours" in str(outcomes[rank]) for rank in (0, 2))
 
 
 def test_a_rank_that_dies_in_a_save_fails_it_on_the_others_within_a_moment() -> None:
