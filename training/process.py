@@ -59,21 +59,10 @@ def _train(out: FileIO) -> None:
     insist(voice.request)
     watch_lifeline(0)
     voice.say(Pause(what="starting", allowance_seconds=spec.config.supervisor.start_seconds))
-    from training.session import train_range  # torch, only after the guards are up
+    from training.session import train_spec  # torch, only after the guards are up
 
     gc.freeze()  # what was imported lives for ever; collecting it stalls training by 300 ms
-    train_range(
-        spec.config,
-        spec.store_url,
-        spec.run,
-        stop=spec.stop,
-        data_folder=Path(spec.data_folder) if spec.data_folder else None,
-        data_version=spec.data_version,
-        token=spec.token,
-        expected=spec.expected,
-        report=voice.say,
-        request=voice.request,
-    )
+    train_spec(spec, voice.say, voice.request)
 
 
 def _check(question: dict[str, Any]) -> dict[str, Any]:

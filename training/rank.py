@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from training.parallel.wire import (
     encode_word,
 )
 from training.ports import Failed, Message, RangeSpec
-from training.session import train_range
+from training.session import train_spec
 from training.stopping import GroupStop, insist
 from training.trainer import device_of
 
@@ -73,19 +72,7 @@ def main(spec_line: str, place: Place) -> None:
     try:
         exchange = TcpExchange(place.host, place.port, rank, size, place.generation)
         with joined(spec.config.parallel, exchange, device_of(spec.config).type) as ranks:
-            train_range(
-                spec.config,
-                spec.store_url,
-                spec.run,
-                stop=spec.stop,
-                data_folder=Path(spec.data_folder) if spec.data_folder else None,
-                data_version=spec.data_version,
-                token=spec.token,
-                expected=spec.expected,
-                report=line.say,
-                request=request,
-                ranks=ranks,
-            )
+            train_spec(spec, line.say, request, ranks)
     except RetomaError as error:
         line.say(Failed(error=error.kind, message=error.message, hint=error.hint))
         print(error, file=sys.stderr, flush=True)  # noqa: T201 - the log

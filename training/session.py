@@ -23,7 +23,7 @@ from training.errors import Corrupt, Invalid, RetomaError
 from training.failures import observe_failures
 from training.health import LossWatch, UnhealthyLoss
 from training.loop import train_epochs
-from training.ports import EVALUATION_DUE, Done, Message, Pause, Restored, Saved, SaveFailed
+from training.ports import EVALUATION_DUE, Done, Message, Pause, RangeSpec, Restored, Saved, SaveFailed
 from training.stopping import StopRequest
 from training.trainer import Trainer
 
@@ -127,6 +127,28 @@ def train_range(
     report(done)
     print(metered.snapshot(), flush=True)  # noqa: T201 - the log
     return done
+
+
+def train_spec(
+    spec: RangeSpec,
+    report: Callable[[Message], None],
+    request: StopRequest,
+    ranks: Ranks | None = None,
+) -> Done:
+    """`train_range` as a supervisor has ordered it."""
+    return train_range(
+        spec.config,
+        spec.store_url,
+        spec.run,
+        stop=spec.stop,
+        data_folder=Path(spec.data_folder) if spec.data_folder else None,
+        data_version=spec.data_version,
+        token=spec.token,
+        expected=spec.expected,
+        report=report,
+        request=request,
+        ranks=ranks,
+    )
 
 
 def checkpoint_options(config: CheckpointConfig) -> dict[str, Any]:
