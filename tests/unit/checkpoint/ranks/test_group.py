@@ -12,9 +12,11 @@ import torch
 from tests.support.ranks import Sharded, together
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.history import read_lineage
-from training.checkpoint.manifest import Position
+from training.checkpoint.manifest import Layout, Position, Tensor
 from training.checkpoint.ranks.exchange import MemoryBoard
 from training.checkpoint.restore import restore_newest
+from training.checkpoint.state.boxes import EVERYTHING, Box, Wanted
+from training.checkpoint.state.snapshot import chosen_frames
 from training.checkpoint.state.tree import PerRank
 from training.checkpoint.store import MemoryStore, Store
 from training.errors import Corrupt, Fenced, Invalid, Unavailable
@@ -273,3 +275,11 @@ def test_ranks_whose_states_have_different_structures_are_named() -> None:
 def test_a_part_cannot_be_saved_by_one_rank_alone() -> None:
     with pytest.raises(Invalid, match=r"model/weight: a Sharded, sharded over several ranks"):
         IncrementalCheckpointer(MemoryStore()).save(state_of(0, 2, 1))
+
+
+def test_a_rank_reads_only_the_frames_that_hold_its_part() -> None:
+    entry = Tensor(key="w", dtype="float32", shape=(4096, 4096), offsets=(0, 0), chunk="w", start=0)
+    layout = Layout(tree={"t": 0}, tensors=(entry,))
+    last = Wanted(1, {"w": Box((3072, 0), (1024, 4096))}.get)
+    assert chosen_frames(layout, last) == {"w": {12, 13, 14, 15}}, "of 16 frames of 4 MiB the last quarter"
+    assert len(chosen_frames(layout, EVERYTHING)["w"]) == 16
