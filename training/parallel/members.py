@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +41,6 @@ class Member:
     left: bool = False
     collectives: Collectives | None = None
     failed: Failed | None = None
-    _rest: bytes = b""
-
-    def lines(self, data: bytes) -> Iterator[bytes]:
-        """Whole lines of what was received."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from lines
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Members:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 connection, _ = self._server.accept()
-                self._selector.register(connection, selectors.EVENT_READ, _Unknown())
+                self._selector.register(connection, selectors.EVENT_READ, _Speaker())
             else:
                 self._read(key.fileobj, key.data)  # type: ignore[arg-type]
 
@@ -175,7 +169,7 @@ class Members:
     def _of(self, member: Member, reason: str) -> Verdict:
         return Verdict(member.rank, member.pid, reason)
 
-    def _read(self, connection: socket.socket, known: Member | _Unknown) -> None:
+    def _read(self, connection: socket.socket, speaker: _Speaker) -> None:
         try:
             data = connection.recv(1 << 16)
         except OSError:
@@ -183,16 +177,14 @@ class Members:
         if not data:
             self._selector.unregister(connection)
             return
-        for line in known.lines(data):
+        for line in speaker.lines(data):
             word = decode_word(line)
             if isinstance(word, Hello):
                 member = Member(word.rank, word.pid, connection, psutil.Process(word.pid), self.clock())
-                self.members[word.rank] = member
+                self.members[word.rank] = speaker.member = member
                 print(f"rank {word.rank} is process {word.pid}", file=sys.stderr, flush=True)  # noqa: T201 - the log
-                self._selector.modify(connection, selectors.EVENT_READ, member)
-                known = member
-            elif isinstance(known, Member):
-                self._hear(known, word)
+            elif speaker.member is not None:
+                self._hear(speaker.member, word)
 
     def _hear(self, member: Member, word: object) -> None:
         member.heard = self.clock()
@@ -212,15 +204,17 @@ class Members:
             assert word is None or isinstance(word, Alive)  # noqa: S101
 
 
-class _Unknown:
-    """A connection whose rank has not said its name."""
+@dataclass
+class _Speaker:
+    """Who is at the other end of a connection, once the rank has said its name, and what of a line has come."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    member: Member | None = None
+    _rest: bytes = b""
 
-    def lines(self, data: bytes) -> Iterator[bytes]:
+    def lines(self, data: bytes) -> list[bytes]:
+        """Whole lines of what was received."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from lines
+        return lines
 
 
 def _begun(member: Member) -> int:
