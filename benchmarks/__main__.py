@@ -68,6 +68,7 @@ def run(smoke: bool, names: list[str], only: list[str] | None, scratch: Path) ->
     chosen = {item.name: item for item in sequences(smoke) if only is None or item.name in only}
     results = Results(smoke=smoke, saves=saves, about={name: item.about for name, item in chosen.items()})
     results.absent = {name: reason for name in names if (reason := ENGINES[name].absent())}
+    alone = _here if smoke else _alone
     corpus = make_corpus(scratch)
     recordings = _record(smoke, list(chosen), corpus, scratch, saves)
     results.seconds["recording"] = time.perf_counter() - started
@@ -80,18 +81,18 @@ def run(smoke: bool, names: list[str], only: list[str] | None, scratch: Path) ->
                 count = recording.count
                 if recording.gap_steps != MAIN_GAP and not ENGINES[name].deltas:
                     count = FULL_SAVES
-                found = _alone(measure, name, recording, scratch / "store", count, 1 if smoke else 3)
+                found = alone(measure, name, recording, scratch / "store", count, 1 if smoke else 3)
                 results.add(recording.sequence, recording.gap_steps, name, found)
         shutil.rmtree(recording.folder)
     for sequence in chosen:
         for name in (name for name in names if name not in results.absent):
             arguments = name, sequence, smoke, corpus, scratch / "store", 2 if smoke else STALL_SAVES
-            found = stalls(*arguments) if smoke else _alone(stalls, *arguments)  # a start takes two seconds
+            found = alone(stalls, *arguments)
             for gap in saves:
                 results.add(sequence, gap, name, found)
     if "dense" in chosen:
         present = [name for name in names if name not in results.absent]
-        every = _alone(slowdowns, present, smoke, corpus, scratch / "store", 3 if smoke else 15)
+        every = alone(slowdowns, present, smoke, corpus, scratch / "store", 3 if smoke else 15)
         for name, metrics in every.items():
             results.add("dense", 1, name, metrics)
     results.seconds["all"] = time.perf_counter() - started
@@ -109,6 +110,11 @@ def _record(smoke: bool, names: list[str], corpus: Path, scratch: Path, saves: d
 def _alone(call: Callable[..., T], *arguments: Any) -> T:
     with ProcessPoolExecutor(1, _processes()) as pool:
         return pool.submit(call, *arguments).result()
+
+
+def _here(call: Callable[..., T], *arguments: Any) -> T:
+    """For figures that nobody reads: the start of a process takes two seconds."""
+    return call(*arguments)
 
 
 def _processes() -> Any:
