@@ -13,8 +13,10 @@ from prefect.states import Cancelled, Crashed, Failed
 
 from infra.beat import Reporter
 from infra.own_run import OwnRun
+from infra.prefect_runs import PrefectRuns
 from infra.settings import load_settings
 from tasks.attempts import outcome_of
+from tasks.companions import Company
 from tasks.departure import Departure
 from tasks.order import RangeOrder, RangeResult
 from tasks.publish import Publisher
@@ -39,6 +41,10 @@ def train_range(order: RangeOrder) -> Any:
     version = order.data_version.model_dump() if order.data_version else None
     publisher = Publisher(order.store_url, registry, order.run, config=order.config, data_version=version)
     publisher.start()
+    company = None
+    if order.config.parallel.nodes > 1:
+        company = Company(order, settings.node_address, PrefectRuns, get_run_logger())
+        company.start()
     supervisor = RangeSupervisor(
         order=order,
         root=settings.home,
@@ -47,6 +53,7 @@ def train_range(order: RangeOrder) -> Any:
         publisher=publisher,
         on_progress=reporter.report,
         logger=get_run_logger(),
+        company=company,
     )
     watch = Watch(
         supervisor,
@@ -65,6 +72,8 @@ def train_range(order: RangeOrder) -> Any:
     finally:
         # Both bounded: what is left over is published by the next attempt or by the parent.
         publisher.close(CLOSE_SECONDS)
+        if company is not None:
+            company.close(CLOSE_SECONDS)
         reporter.close()
         state = watch.last_look()
     if isinstance(ended, RangeResult):

@@ -98,6 +98,9 @@ class Settings(BaseSettings):
         60.0, ge=10, description="a flow run must start so soon after a worker has taken it"
     )
     parent_generations: int = Field(20, ge=0, description="how often a crashed `train` is started again by itself")
+    node_address: str = Field(
+        "127.0.0.1", min_length=1, description="where other nodes of a group reach this one; here: nobody else"
+    )
     preemption_notice_file: Path | None = Field(
         None, description="when this file appears, the machine is about to go: save and leave"
     )

@@ -79,10 +79,15 @@ def is_range(flow_run: FlowRunInfo) -> bool:
     return "order" in flow_run.parameters
 
 
+def is_companion(flow_run: FlowRunInfo) -> bool:
+    """Whether it lends a node to a range."""
+    return "call" in flow_run.parameters
+
+
 def cancel_ranges(runs: Runs, run: str) -> None:
     """Cancel every living range of a run; Prefect cancels those of one generation of its parent only."""
     for found in runs.live_with_tag(run_tag(run)):
-        if is_range(found) and found.state != "CANCELLING":
+        if (is_range(found) or is_companion(found)) and found.state != "CANCELLING":
             runs.cancel(found.id)
 
 

@@ -24,6 +24,7 @@ class Ending:
         pid, returncode: as `subprocess` says it: a negative code is the signal that killed it.
         done: its last word when all went well.
         failed: its last word when it knew what went wrong.
+        regroup: why a group asked to be started again with other nodes; it has committed.
         killed_because: why we killed it; None if we did not.
         silent_seconds: between its last sign of progress and our verdict, if silence was the reason.
         stack: the newest calls of its main thread, if it hung.
@@ -35,6 +36,7 @@ class Ending:
     returncode: int
     done: Done | None = None
     failed: Failed | None = None
+    regroup: str | None = None
     killed_because: str | None = None
     silent_seconds: float | None = None
     stack: str | None = None

@@ -21,6 +21,7 @@ import psutil
 from infra.beat import Progress
 from infra.mlflow_runs import RunStatus
 from tasks.budget import check_budget, may_roll_back
+from tasks.companions import Company
 from tasks.data import verify_data
 from tasks.departure import Departure, Leave
 from tasks.ending import Ending
@@ -34,7 +35,7 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import check_not_fenced, claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
-from training.ports import Message, RangeSpec, Saved
+from training.ports import Message, Present, RangeSpec, Saved
 
 # The same again on any node, so another try would only cost time; Fenced: another attempt does the work;
 # Preempted: this node is about to go.
@@ -56,6 +57,7 @@ class RangeSupervisor:
     on_progress: Callable[[Progress], None]
     logger: logging.Logger | logging.LoggerAdapter[Any]
     command: Sequence[str] | None = None  # default: by the number of ranks
+    company: Company | None = None  # who calls other nodes, where the group has several
 
     def __post_init__(self) -> None:
         order = self.order
@@ -220,6 +222,7 @@ class RangeSupervisor:
             data_folder=str(data_folder) if data_folder else None,
             data_version=order.data_version.model_dump() if order.data_version else {},
             expected=self.expected,
+            gathering=self.company.gathering if self.company is not None else None,
         )
         self.child = Child(
             self.command or (GROUP_COMMAND if order.config.parallel.world > 1 else TRAINING_COMMAND),
@@ -277,6 +280,8 @@ class RangeSupervisor:
 
     def _hear(self, message: Message) -> None:
         self.hearing.hear(message)
+        if isinstance(message, Present) and self.company is not None:
+            self.company.here = message.names
         if isinstance(message, Saved):
             self.expected = message.checkpoint
             if message.position.step > self.best_step:
@@ -290,6 +295,10 @@ class RangeSupervisor:
         """Return to try again on this node; raise when that is over."""
         error = ending.error()
         if error is None:
+            return
+        if ending.regroup is not None and isinstance(error, Preempted):
+            self.hearing.report(phase="regrouping")
+            self.logger.info("starting the group again: %s", ending.regroup)
             return
         self.hearing.report(phase="failed", error=error.message)
         if isinstance(error, Diverged) and may_roll_back(self.store, self.order.config.health):

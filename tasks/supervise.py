@@ -28,7 +28,7 @@ from tasks.stack import main_stack
 from training.config import SupervisorConfig
 from training.errors import Unavailable
 from training.guard import STOP_WORD
-from training.ports import Done, Failed, Message, decode_message
+from training.ports import Done, Failed, Message, Regroup, decode_message
 
 TRAINING_COMMAND = (sys.executable, "-m", "training.process")
 GROUP_COMMAND = (sys.executable, "-m", "training.group")
@@ -80,6 +80,7 @@ class Child:
         self._show = show
         self._done: Done | None = None
         self._failed: Failed | None = None
+        self._regroup: str | None = None
         self._garbage_lines = 0
         self._oom_files = oom_kill_files()
         self._silent_seconds: float | None = None
@@ -197,6 +198,8 @@ class Child:
             self._done = message
         elif isinstance(message, Failed):
             self._failed = message
+        elif isinstance(message, Regroup):
+            self._regroup = message.reason
         self._on_message(message)
 
     def _ask_for_stack(self, process: subprocess.Popen[bytes]) -> None:
@@ -237,6 +240,7 @@ class Child:
             returncode=process.returncode,
             done=self._done,
             failed=self._failed,
+            regroup=self._regroup,
             killed_because=self._because,
             silent_seconds=self._silent_seconds,
             stack=main_stack(self._stack or ()),

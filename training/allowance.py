@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.config import SupervisorConfig
-from training.ports import Beat, Message, Pause, Saved, SaveFailed
+from training.ports import Beat, Message, Pause, Present, Saved, SaveFailed
 
 STEPS_OF_SILENCE = 4  # of the longest recent step: slow training is not silent training
 
@@ -27,7 +27,7 @@ class Allowance:
         What the background says about saves is none: a loop that hangs may still have one in flight, and an
         announced pause goes on.
         """
-        if isinstance(message, Saved | SaveFailed):
+        if isinstance(message, Saved | SaveFailed | Present):
             return False
         if isinstance(message, Pause):
             self.seconds, self.pause = message.allowance_seconds, message.what

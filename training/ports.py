@@ -15,6 +15,14 @@ from training.errors import RetomaError, error_of_kind
 EVALUATION_DUE = "evaluation_due"
 
 
+class Gathering(Frozen):
+    """Where the other nodes of a group come to, and what they must show there."""
+
+    host: str
+    port: int
+    ticket: str = Field(repr=False)
+
+
 class RangeSpec(Frozen):
     """What a training process is told: one attempt at one epoch range."""
 
@@ -27,6 +35,7 @@ class RangeSpec(Frozen):
     data_folder: str | None = None  # absolute, verified
     data_version: dict[str, str | int | bool | None] = Field(default_factory=dict)
     expected: Ref | None = None  # the newest checkpoint that the registry knows
+    gathering: Gathering | None = None  # of a group over several nodes
 
 
 class Restored(Frozen):
@@ -84,6 +93,20 @@ class SaveFailed(Frozen):
     failures_in_a_row: int
 
 
+class Present(Frozen):
+    """The other nodes that are there, by the names that they were given."""
+
+    kind: Literal["present"] = "present"
+    names: tuple[str, ...]
+
+
+class Regroup(Frozen):
+    """The group has committed and ends, to be started again with other nodes. No failure."""
+
+    kind: Literal["regroup"] = "regroup"
+    reason: str
+
+
 class Done(Frozen):
     """The range is complete and its last checkpoint committed."""
 
@@ -107,7 +130,9 @@ class Failed(Frozen):
         return error_of_kind(self.error, self.message, hint=self.hint)
 
 
-Message = Annotated[Restored | Beat | Pause | Saved | SaveFailed | Done | Failed, Field(discriminator="kind")]
+Message = Annotated[
+    Restored | Beat | Pause | Saved | SaveFailed | Present | Regroup | Done | Failed, Field(discriminator="kind")
+]
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class ParallelConfig(BaseModel):
@@ -12,7 +12,12 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    world: int = Field(1, ge=1, description="ranks; on one node, as many processes")
+    world: int = Field(1, ge=1, description="ranks, which are processes")
+    nodes: int = Field(1, ge=1, description="machines that share the ranks evenly")
+    min_nodes: int | None = Field(
+        None, ge=1, description="go on with so few of them, and with their ranks only; default: all"
+    )
+    gather_seconds: float = Field(60.0, gt=0, description="how long a group that begins waits for min_nodes")
     data: Literal["ddp", "fsdp", "hsdp"] = Field(
         "ddp", description="each data-parallel rank holds a replica, a shard, or a shard within its replica"
     )
@@ -45,7 +50,40 @@ class ParallelConfig(BaseModel):
             raise ValueError(f"compression {self.compression} is a hook of ddp without tensor parallelism")
         if self.data == "ddp" and self.tensor > 1 and self.data_ranks > 1:
             raise ValueError("tensor parallelism with several data-parallel ranks needs data: fsdp")
+        self._fits_its_nodes()
         return self
+
+    def _fits_its_nodes(self) -> None:
+        if self.world % self.nodes or self.ranks_per_node % self.tensor:
+            raise ValueError(
+                f"nodes {self.nodes} must share world {self.world} evenly, "
+                f"and each hold whole tensor groups of {self.tensor}"
+            )
+        if self.fewest_nodes > self.nodes:
+            raise ValueError(f"min_nodes {self.min_nodes} is more than nodes {self.nodes}")
+        for fewer in range(self.fewest_nodes, self.nodes):
+            try:
+                self.on(fewer)
+            except ValidationError as error:
+                why = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+                raise ValueError(f"min_nodes {self.min_nodes}, but with {fewer} nodes: {why}") from error
+
+    @property
+    def ranks_per_node(self) -> int:
+        """On each machine as many."""
+        return self.world // self.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """With fewer of them there is no group."""
+        return self.min_nodes or self.nodes
+
+    def on(self, nodes: int) -> ParallelConfig:
+        """The group that so many of the nodes make. Raises `ValidationError`: they make none."""
+        if nodes == self.nodes:
+            return self
+        fewer = {"world": self.ranks_per_node * nodes, "nodes": nodes, "min_nodes": None}
+        return ParallelConfig.model_validate({**self.model_dump(), **fewer})
 
     @property
     def data_ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""Where the ranks of one node meet: a store of their launcher, on the loopback."""
+"""Where the ranks of a group meet: a store of its launcher."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+LOOPBACK = "127.0.0.1"
 
-class OneNode(RendezvousHandler):
-    """A rendezvous of one node, which is complete at once.
+
+def host_store(address: str = LOOPBACK) -> tuple[Any, int]:
+    """A store for the ranks of a group, and its port. It ends with this process.
+
+    By itself torch's store would listen on every interface.
+    """
+    server = socket.create_server((address, 0))
+    port = server.getsockname()[1]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+    )
+    return store, port
+
+
+def reach_store(address: str, port: int) -> Any:
+    """The store of a launcher on another node."""
+    return dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined] # the stubs do not export it
+
+
+class Meeting(RendezvousHandler):
+    """A rendezvous whose nodes are known: the launcher has gathered them before the ranks begin.
 
     Args:
         run_id: prefix of what the ranks put into the store.
-
-    Attributes:
-        host, port: of the store; it ends with this process.
+        store: of the group, and where it is.
+        node, nodes: the place of this node among those that take part.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        server = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on every interface
-        self.host, self.port = server.getsockname()
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
-            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-        )
+    def __init__(self, run_id: str, store: Any, host: str, port: int, node: int = 0, nodes: int = 1) -> None:
+        self._run_id, self._store = run_id, store
+        self.host, self.port = host, port
+        self._node, self._nodes = node, nodes
 
     @property
     def use_agent_store(self) -> bool:
@@ -34,12 +50,12 @@ class OneNode(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Its name."""
-        return "retoma-one-node"
+        return "retoma"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The meeting: this node, alone."""
+        """The meeting. It is complete at once."""
         prefixed = dist.distributed_c10d.PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(prefixed, 0, 1, RendezvousStoreInfo(self.host, self.port))
+        return RendezvousInfo(prefixed, self._node, self._nodes, RendezvousStoreInfo(self.host, self.port))
 
     def is_closed(self) -> bool:
         """It never is."""
@@ -49,7 +65,7 @@ class OneNode(RendezvousHandler):
         """Nothing to do."""
 
     def num_nodes_waiting(self) -> int:
-        """There is no other node."""
+        """None: a group that grows is another generation."""
         return 0
 
     def get_run_id(self) -> str:
@@ -57,5 +73,5 @@ class OneNode(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing to do: the store ends with this process."""
+        """Nothing to do: the store ends with its process."""
         return True

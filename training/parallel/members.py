@@ -1,4 +1,4 @@
-"""The ranks of a node, as their launcher hears and sees them: who is frozen, who holds up the others."""
+"""The ranks of a group, as their launcher hears and sees them: who is frozen, who holds up the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 
 from training.allowance import Allowance
 from training.config import SupervisorConfig
-from training.parallel.wire import STOP, TELL, Alive, Bye, Collectives, Hello, Said, decode_word
+from training.parallel.wire import STOP, TELL, Alive, Bye, Collectives, Hello, Lines, Said, decode_word
 from training.ports import Failed, Message
 
 FROZEN_SECONDS = 1.0  # stopped by a signal for so long
@@ -29,18 +29,27 @@ MARGIN_SECONDS = 1.0  # the launcher judges before its supervisor does, who woul
 
 @dataclass
 class Member:
-    """One rank."""
+    """One rank. That of another node has neither a connection nor a process here."""
 
     rank: int
     pid: int
-    connection: socket.socket
-    process: psutil.Process
     heard: float
+    connection: socket.socket | None = None
+    process: psutil.Process | None = None
     stopped: float | None = None
     dead: float | None = None
     left: bool = False
     collectives: Collectives | None = None
     failed: Failed | None = None
+
+
+@dataclass
+class Speaker:
+    """Who is at the other end of a connection, once the rank has said its name."""
+
+    connection: socket.socket | None = None
+    member: Member | None = None
+    lines: Lines = field(default_factory=Lines)
 
 
 @dataclass(frozen=True)
@@ -54,17 +63,19 @@ class Verdict:
 
 @dataclass
 class Members:
-    """Listens to the ranks of this node.
+    """Listens to the ranks of this node, and is told what those of other nodes say.
 
     Args:
         address: of the socket.
         limits: the silences that a training is allowed.
-        on_message: receives what rank 0 of the node says of the training.
+        on_message: receives what the lowest rank says of the training.
+        relay: receives every line of a rank, and which rank.
     """
 
     address: Path
     limits: SupervisorConfig
     on_message: Callable[[Message], None]
+    relay: Callable[[int, bytes], None] = lambda _rank, _line: None
     clock: Callable[[], float] = time.monotonic
     members: dict[int, Member] = field(default_factory=dict)
 
@@ -80,41 +91,42 @@ class Members:
 
     def close(self) -> None:
         """Stop listening: what is left of the ranks ends."""
-        for member in self.members.values():
-            member.connection.close()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr] # all of them are sockets
         self._selector.close()
-        self._server.close()
 
     def pump(self, seconds: float) -> None:
         """Take in what the ranks say, for at most so long."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 connection, _ = self._server.accept()
-                self._selector.register(connection, selectors.EVENT_READ, _Speaker())
+                self._selector.register(connection, selectors.EVENT_READ, Speaker(connection))
             else:
                 self._read(key.fileobj, key.data)  # type: ignore[arg-type]
 
     def send(self, word: bytes) -> None:
-        """To all ranks."""
+        """To all ranks of this node."""
         for member in self.members.values():
-            with suppress(OSError):
-                member.connection.send(word, socket.MSG_DONTWAIT)
+            if member.connection is not None:
+                with suppress(OSError):
+                    member.connection.send(word, socket.MSG_DONTWAIT)
 
     def stop(self) -> None:
         """Ask all ranks to leave, after the step at which all know of it."""
         self.send(STOP)
 
     def kill(self) -> None:
-        """End all ranks at once."""
+        """End all ranks of this node at once."""
         for member in self.members.values():
-            with suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
+            if member.process is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(member.pid, signal.SIGKILL)
 
     def verdict(self) -> Verdict | None:
-        """Who is frozen, deaf, or holds up the others; None: nobody."""
+        """Which rank of this node is frozen or deaf; None: none."""
         now, trains = self.clock(), self._allowance.pause is None
         for member in self.members.values():
-            if member.left or member.failed is not None:
+            if member.left or member.failed is not None or member.process is None:
                 continue
             status = _status(member.process)
             if status in (None, psutil.STATUS_ZOMBIE):
@@ -125,18 +137,20 @@ class Members:
             silent = now - member.heard
             if member.stopped is None and silent > (DEAF_SECONDS if trains else DEAF_IN_PAUSE_SECONDS):
                 return self._of(member, f"gave no sign of life for {silent:.1f} s: its interpreter is held")
-        return self._hung(now)
+        return None
 
     def have_ended(self) -> bool:
         """Whether nothing more is to be heard: each rank has said its last word, or is dead."""
         self.dead_seconds()
-        return all(member.left or member.dead is not None for member in self.members.values())
+        return all(m.left or m.dead is not None or m.process is None for m in self.members.values())
 
     def dead_seconds(self) -> float:
-        """How long ago the first rank ended without a last word; 0: none did."""
+        """How long ago the first rank of this node ended without a last word; 0: none did."""
         now = self.clock()
         for member in self.members.values():
-            if not member.left and member.dead is None and _status(member.process) in (None, psutil.STATUS_ZOMBIE):
+            if member.left or member.dead is not None or member.process is None:
+                continue
+            if _status(member.process) in (None, psutil.STATUS_ZOMBIE):
                 member.dead = now
         return max((now - member.dead for member in self.members.values() if member.dead is not None), default=0.0)
 
@@ -144,8 +158,13 @@ class Members:
         """What ranks said of how they failed, in the order of the ranks."""
         return {rank: m.failed for rank, m in sorted(self.members.items()) if m.failed is not None}
 
-    def _hung(self, now: float) -> Verdict | None:
-        """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest."""
+    def hung(self, ask: Callable[[bytes], None]) -> Verdict | None:
+        """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest.
+
+        Args:
+            ask: sends a word to the ranks of all nodes.
+        """
+        now = self.clock()
         silent = now - self._progress
         if silent < self._allowance.seconds - MARGIN_SECONDS or any(m.left for m in self.members.values()):
             self._asked = None
@@ -154,7 +173,7 @@ class Members:
             self._asked = now
             for member in self.members.values():
                 member.collectives = None
-            self.send(TELL)
+            ask(TELL)
         told = [member for member in self.members.values() if member.collectives is not None]
         if len(told) < len(self.members) and now - self._asked < TELL_SECONDS:
             return None
@@ -169,22 +188,31 @@ class Members:
     def _of(self, member: Member, reason: str) -> Verdict:
         return Verdict(member.rank, member.pid, reason)
 
-    def _read(self, connection: socket.socket, speaker: _Speaker) -> None:
+    def take(self, line: bytes, speaker: Speaker, relayed: bool = False) -> None:
+        """A line of a rank; `relayed`: of one of another node."""
+        word = decode_word(line)
+        if isinstance(word, Hello):
+            member = Member(word.rank, word.pid, self.clock())
+            if not relayed:
+                member.connection, member.process = speaker.connection, psutil.Process(word.pid)
+            self.members[word.rank] = speaker.member = member
+            print(f"rank {word.rank} is process {word.pid}", file=sys.stderr, flush=True)  # noqa: T201 - the log
+        elif speaker.member is not None:
+            self._hear(speaker.member, word)
+        if speaker.member is not None:
+            self.relay(speaker.member.rank, line)
+
+    def _read(self, connection: socket.socket, speaker: Speaker) -> None:
         try:
             data = connection.recv(1 << 16)
         except OSError:
             data = b""
         if not data:
             self._selector.unregister(connection)
+            connection.close()
             return
-        for line in speaker.lines(data):
-            word = decode_word(line)
-            if isinstance(word, Hello):
-                member = Member(word.rank, word.pid, connection, psutil.Process(word.pid), self.clock())
-                self.members[word.rank] = speaker.member = member
-                print(f"rank {word.rank} is process {word.pid}", file=sys.stderr, flush=True)  # noqa: T201 - the log
-            elif speaker.member is not None:
-                self._hear(speaker.member, word)
+        for line in speaker.lines.feed(data):
+            self.take(line, speaker)
 
     def _hear(self, member: Member, word: object) -> None:
         member.heard = self.clock()
@@ -202,19 +230,6 @@ class Members:
                 self.on_message(message)
         else:
             assert word is None or isinstance(word, Alive)  # noqa: S101
-
-
-@dataclass
-class _Speaker:
-    """Who is at the other end of a connection, once the rank has said its name, and what of a line has come."""
-
-    member: Member | None = None
-    _rest: bytes = b""
-
-    def lines(self, data: bytes) -> list[bytes]:
-        """Whole lines of what was received."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
 
 
 def _begun(member: Member) -> int:

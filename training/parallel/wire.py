@@ -1,4 +1,8 @@
-"""What the ranks of a node and their launcher say to each other, over a socket of the node. Knows no torch."""
+"""What the ranks of a node, their launcher, and the nodes of a group say to each other. Knows no torch.
+
+A rank and the launcher of its node speak over a socket of the node; another node and the launcher of the group over
+TCP: what its ranks say comes from there as `Relayed`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from training.ports import Message, decode_message, encode_message
 
 STOP = b"stop\n"  # launcher to rank: leave after the step at which all know of it
 TELL = b"tell\n"  # launcher to rank: which collective have you come to?
+KILL = b"kill\n"  # launcher to node: end your ranks
+DISMISS = b"dismiss\n"  # launcher to node: the range is over
+PING = b"ping\n"  # launcher to node: the group goes on
 ALIVE_SECONDS = 0.25
 LOST = "lost the other ranks"  # how the message of a rank begins that only tells of a consequence
 
@@ -59,7 +66,71 @@ class Said(Frozen):
         return decode_message(self.line.encode())
 
 
-Word = Annotated[Hello | Alive | Collectives | Bye | Said, Field(discriminator="kind")]
+class NodeHello(Frozen):
+    """The first word of another node that wants to take part. The ticket is what the supervisor gave it."""
+
+    kind: Literal["node"] = "node"
+    ticket: str
+    name: str
+    host: str
+    pid: int
+
+
+class Muster(Frozen):
+    """Launcher to node: start your ranks.
+
+    Attributes:
+        line: the `RangeSpec` of all ranks.
+        node, nodes: the place of this node in the group.
+        generation: of the group, which is its token.
+        host, port: of the group's store.
+    """
+
+    kind: Literal["muster"] = "muster"
+    line: str
+    node: int
+    nodes: int
+    generation: int
+    host: str
+    port: int
+
+
+class Relayed(Frozen):
+    """Node to launcher: what one of its ranks has said, word for word."""
+
+    kind: Literal["relayed"] = "relayed"
+    rank: int
+    line: str
+
+
+class Blame(Frozen):
+    """Node to launcher: one of its ranks is to blame."""
+
+    kind: Literal["blame"] = "blame"
+    rank: int
+    pid: int
+    reason: str
+
+
+class Ended(Frozen):
+    """Node to launcher: its ranks have ended; `reason`: of the first that ended badly, and `rank` is which."""
+
+    kind: Literal["ended"] = "ended"
+    reason: str | None = None
+    rank: int | None = None
+
+
+class Leaving(Frozen):
+    """Node to launcher: this machine is about to go."""
+
+    kind: Literal["leaving"] = "leaving"
+    why: str
+
+
+Word = Annotated[
+    Hello | Alive | Collectives | Bye | Said | NodeHello | Muster | Relayed | Blame | Ended | Leaving,
+    Field(discriminator="kind"),
+]
 _adapter: TypeAdapter[Word] = TypeAdapter(Word)
 
 
@@ -74,3 +145,15 @@ def decode_word(line: bytes) -> Word | None:
         return _adapter.validate_json(line)
     except ValidationError:
         return None
+
+
+class Lines:
+    """What has come over a connection, cut into lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Whole lines of what was received so far."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines

@@ -6,55 +6,17 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.cuts import gpt_config, write_corpus
-from tests.support.launched import Launched, wait_until_gone
+from tests.support.launched import STEPS, Scene, wait_until_gone
 from training.checkpoint.history import read_lineage
-from training.config import JobConfig
 from training.ports import Beat, Done, Failed
 
 pytestmark = pytest.mark.xdist_group("ranks")  # each of them needs more processes than there are cores
-STEPS = 6  # of all three epochs
 PATIENCE_SECONDS = (
     15.0  # far less than torch's own 30 s for a process that does not hear; figures are measured elsewhere
 )
-
-
-class Scene:
-    """Groups that train the same job, which does what files say."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, write_corpus(folder / "corpus")
-        self.orders = folder / "orders"
-        self.orders.mkdir()
-        self._launched: list[Launched] = []
-
-    def tell(self, name: str, text: object) -> None:
-        (self.orders / name).write_text(str(text))
-
-    def quick(self) -> None:
-        (self.orders / "slow").unlink()
-
-    def config(self, world: int, **changes: Any) -> JobConfig:
-        params = {**gpt_config().params, "folder": str(self.orders)}
-        return gpt_config(job="tests.support.slow_gpt:SlowGpt", params=params, parallel={"world": world}, **changes)
-
-    def start(self, world: int = 2, name: str = "run", **changes: Any) -> Launched:
-        self._launched.append(Launched(self.config(world, **changes), self.folder / name, self.data))
-        return self._launched[-1]
-
-    def straight(self, world: int = 2) -> Done:
-        """The same, undisturbed."""
-        last = self.start(world, "straight").end()
-        assert isinstance(last, Done)
-        return last
-
-    def close(self) -> None:
-        for each in self._launched:
-            each.close()
 
 
 @pytest.fixture
