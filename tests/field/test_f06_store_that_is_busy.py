@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.bits import bits
+from tests.support.ranks import together
 from tests.support.s3_proxy import Answer, Asked, Proxy, Verdict
 from tests.support.s3_servers import RawBucket
 from training.checkpoint import IncrementalCheckpointer
+from training.checkpoint.ranks.exchange import MemoryBoard
+from training.checkpoint.restore import restore_newest
 from training.checkpoint.store.retry import RetryingStore
 from training.checkpoint.store.s3 import S3Store
 from training.errors import Unavailable
@@ -101,3 +106,48 @@ def test_a_store_that_is_busy_is_never_taken_for_an_empty_one(bucket: RawBucket,
     proxy.rule = lambda asked: None
     with IncrementalCheckpointer(impatient) as later:
         assert bits(dict(later.restore() or {})) == bits(state_at(0))
+
+
+class BusyForRank1(Busy):
+    """The same, for what rank 1 writes."""
+
+    def __call__(self, asked: Asked) -> Verdict:
+        return super().__call__(asked) if "-r0001-" in asked.key else None
+
+
+@pytest.mark.parametrize("s3", ["seaweed"], indirect=True)
+def test_one_rank_whose_store_stays_busy_fails_the_save_on_all_ranks_within_seconds(
+    bucket: RawBucket, proxy: Proxy
+) -> None:
+    proxy.rule = busy = BusyForRank1("packs")
+    board, store = MemoryBoard(3), RetryingStore(S3Store(bucket.url), budget_seconds=1.0)
+    ranks = [IncrementalCheckpointer(store, group=exchange, split=["w"]) for exchange in board.ranks()]
+
+    def save(step: int) -> list[Any]:
+        def one(rank: IncrementalCheckpointer) -> Any:
+            # wherever it is put, rank 1 writes a part of it
+            rank.save({"w": {str(part): torch.full((5_000,), float(step + part)) for part in range(9)}})
+            return rank.wait()
+
+        return together([partial(one, rank) for rank in ranks])
+
+    together([rank.restore for rank in ranks])
+    first = save(0)
+    assert not [found for found in first if isinstance(found, BaseException)]
+    busy.left = 10**9
+    started = time.monotonic()
+    failed = save(1)
+    assert time.monotonic() - started < 5
+    assert [type(error) for error in failed] == [Unavailable] * 3
+    assert all("503 SlowDown" in str(error) for error in failed)
+    assert "rank 1" in str(failed[0])
+    busy.left = 0
+    again = save(2)
+    assert len({str(found.ref) for found in again}) == 1
+    for rank in ranks:
+        rank.close()
+    keys = [key for key, _ in store.list("manifests/")]
+    assert keys == [first[0].manifest.key, again[0].manifest.key]
+    restored = restore_newest(store, "default")
+    assert restored is not None
+    assert float(restored["w"]["8"][0]) == 10.0
