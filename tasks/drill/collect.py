@@ -157,7 +157,7 @@ def _orphans(steps: Steps) -> list[str]:
 
 def _trains(pid: int) -> bool:
     try:
-        process = psutil.Process(pid)
-        return "training.process" in " ".join(process.cmdline())
+        command = " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return False
+    return "training.process" in command or "multiprocessing.forkserver" in command  # a rank was forked

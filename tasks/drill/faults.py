@@ -25,10 +25,11 @@ WAKE_SECONDS = 2.0
 SERVER_AWAY_SECONDS = 5.0
 FULL_BYTES = 128 * 1024  # less than a pack, more than what the drilled job writes down
 Undo = Callable[[], None]
-# What a fault needs: a stack of the drill's own, a store behind a wire, a store in a folder.
-Need = Literal["own", "wire", "folder"]
+# What a fault needs: a stack of the drill's own, a store behind a wire, a store in a folder, a group of ranks.
+Need = Literal["own", "wire", "folder", "ranks"]
 OWN: tuple[Need, ...] = ("own",)
 WIRE: tuple[Need, ...] = ("own", "wire")
+RANKS: tuple[Need, ...] = ("ranks",)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def freeze_train(scene: Scene, victim: Victim) -> Undo:
     return lambda: _wake(scene, victim, [victim.training])
 
 
+def kill_rank(scene: Scene, victim: Victim) -> Undo:
+    """SIGKILL one rank."""
+    _any_of(scene, victim).kill()
+    return nothing
+
+
+def freeze_rank(scene: Scene, victim: Victim) -> Undo:
+    """SIGSTOP one rank: the others wait for it in a collective. Wake it later, if it is still there."""
+    rank = _any_of(scene, victim)
+    rank.send_signal(signal.SIGSTOP)
+    return lambda: _wake(scene, victim, [rank])
+
+
 def kill_flow(_: Scene, victim: Victim) -> Undo:
     """SIGKILL the supervisor: the flow process of the range."""
     victim.supervisor.kill()
@@ -95,13 +109,13 @@ def kill_parent(scene: Scene, _: Victim) -> Undo:
 
 def freeze_tree(scene: Scene, victim: Victim) -> Undo:
     """SIGSTOP supervisor and training process; wake them when another attempt has taken over."""
-    both = [victim.supervisor, victim.training]
-    for process in both:
+    tree = [victim.supervisor, *victim.below]
+    for process in tree:
         process.send_signal(signal.SIGSTOP)
 
     def wake() -> None:
         before = scene.journal.state(victim.flow_run_id)
-        order = list(both)
+        order = list(tree)
         scene.rng.shuffle(order)
         _wake(scene, victim, order)
         after = scene.journal.state(victim.flow_run_id)
@@ -115,7 +129,7 @@ def hang(kind: Literal["hang", "hang-gil"]) -> Callable[[Scene, Victim], Undo]:
     """The training process hangs at its next step."""
 
     def make(scene: Scene, victim: Victim) -> Undo:
-        order = scene.orders / f"{victim.training.pid}.{kind}"
+        order = scene.orders / f"{_any_of(scene, victim).pid}.{kind}"
         order.touch()
         begun = order.with_name(f"{order.name}.begun")
         scene.wait_for(lambda: True if begun.exists() else None, 30, "a step that hangs")
@@ -154,12 +168,15 @@ def slow_disk(scene: Scene, victim: Victim) -> Undo:
 
 def full_disk(_: Scene, victim: Victim) -> Undo:
     """No pack fits any more, as when a quota is used up: the training process's files may not grow so large."""
+    writers = victim.ranks or (victim.training,)
     before = victim.training.rlimit(resource.RLIMIT_FSIZE)
-    victim.training.rlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
+    for process in writers:
+        process.rlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
 
     def free() -> None:
-        with contextlib.suppress(psutil.Error):
-            victim.training.rlimit(resource.RLIMIT_FSIZE, before)
+        for process in writers:
+            with contextlib.suppress(psutil.Error):
+                process.rlimit(resource.RLIMIT_FSIZE, before)
 
     return free
 
@@ -168,7 +185,8 @@ def corrupt_object(scene: Scene, victim: Victim) -> Undo:
     """Flip a byte in the newest pack while nobody writes, then SIGKILL the training process."""
     fall_back = partial(_has_two, scene, victim)
     scene.wait_for(fall_back, 60, "a second checkpoint, to fall back from")
-    victim.training.send_signal(signal.SIGSTOP)
+    for process in victim.below:
+        process.send_signal(signal.SIGSTOP)
     try:
         flip_newest_byte(scene.store, scene.run)
     finally:
@@ -218,7 +236,7 @@ def injected(scene: Scene, fault: Fault, victim: Victim) -> tuple[Injected, Undo
             at=at,
             answer=fault.answer,
             token=None if on_parent else victim.token,
-            pid=victim.training.pid,
+            pid=victim.stepping.pid,
             flow_run_id=parents[-1]["id"] if parents else victim.flow_run_id,
             detail=f"on {victim.node.name}" if victim.node else "",
         ),
@@ -236,6 +254,11 @@ def _wake(scene: Scene, victim: Victim, processes: list[psutil.Process]) -> None
         scene.failures.append(f"token {victim.token}: {pids} still lived {WAKE_SECONDS:g} s after they woke")
 
 
+def _any_of(scene: Scene, victim: Victim) -> psutil.Process:
+    """A process that trains: of a group, any of its ranks."""
+    return scene.rng.choice(victim.ranks or (victim.training,))
+
+
 def _node(victim: Victim) -> Node:
     if victim.node is None:
         raise Unavailable("the range runs on no node of the drill")
@@ -249,6 +272,9 @@ FAULTS = {
         Fault("freeze-train", "SIGSTOP the training process, wake it later", freeze_train, quick=True),
         Fault("hang", "the training process hangs, the interpreter's lock free", hang("hang")),
         Fault("hang-gil", "it hangs in C and keeps the interpreter's lock", hang("hang-gil"), quick=True),
+        Fault("kill-rank", "SIGKILL one rank of a group", kill_rank, needs=RANKS),
+        Fault("freeze-rank", "SIGSTOP one rank of a group, wake it later", freeze_rank, needs=RANKS),
+        Fault("hang-rank", "one rank of a group hangs, the others wait", hang("hang"), needs=RANKS),
         Fault("kill-flow", "SIGKILL the flow process of a range", kill_flow, quick=True),
         Fault("kill-parent", "SIGKILL the flow process of the training", kill_parent, answer="parent"),
         Fault("freeze-tree", "SIGSTOP a range's processes, wake them after the takeover", freeze_tree, needs=OWN),

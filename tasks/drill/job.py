@@ -50,9 +50,10 @@ class DrillJob:
         return file
 
 
-def built_in_job(root: Path, steps: int) -> DrillJob:
-    """The digits of `make train`, with at least so many steps."""
-    return _made(root, load_config(root / BUILT_IN, BUILT_IN_CHANGES), STEP_SECONDS, steps)
+def built_in_job(root: Path, steps: int, world: int = 1) -> DrillJob:
+    """The digits of `make train`, with at least so many steps, on so many ranks."""
+    changes = (*BUILT_IN_CHANGES, f"parallel.world={world}")
+    return _made(root, load_config(root / BUILT_IN, changes), STEP_SECONDS, steps)
 
 
 def users_job(root: Path, file: Path, overrides: list[str]) -> DrillJob:
@@ -63,8 +64,10 @@ def users_job(root: Path, file: Path, overrides: list[str]) -> DrillJob:
 def _made(root: Path, config: JobConfig, step_seconds: float, steps: int | None) -> DrillJob:
     if config.checkpoint.bounded is not None:
         raise Invalid("a drill compares bit for bit, and bounded deltas are not exact", hint="unset bounded")
-    if config.parallel.world > 1:
-        raise Invalid("a drill trains one rank: groups of ranks have no drills yet", hint="--set parallel.world=1")
+    if config.parallel.nodes > 1:
+        raise Invalid(
+            "a drill trains on one node, and has no group of several yet", hint="--set parallel.nodes=1"
+        )
     version = ensure_data(root, config.data) if config.data else None
     folder = root / version.path if version else None
     preflight = check_job(root, config, folder)

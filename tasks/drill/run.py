@@ -18,6 +18,7 @@ from tasks.drill.scenarios import RANDOM, Scenario
 from tasks.drill.session import PENDING, Session
 
 Jobs = Callable[[int], DrillJob]
+USERS = (0, 0)
 
 
 def run_drill(
@@ -57,18 +58,19 @@ def run_drill(
             about = {"job": next(iter(jobs.values())).config.short_name, **rig.about}
             drill = Drill(started=now(), about=about | {"seed": str(scenarios[0].seed)})
             for scenario in scenarios:
-                if reason := scenario.why_not(rig):
+                made = jobs[(scenario.steps, scenario.world) if job is None else USERS]
+                world = made.config.parallel.world
+                if reason := scenario.why_not(rig, world):
                     drill.skipped[scenario.name] = reason
                     report(f"{scenario.name}: not possible here: {reason}")
                     continue
-                made = jobs[scenario.steps if job is None else 0]
                 straights.wait()  # it would make the measured training slow
                 recording = Session(
                     rig=rig,
                     job=made,
                     scenario=scenario.name,
                     run=f"{scenario.run_name}-{secrets.token_hex(2)}",
-                    plan=scenario.plan(rig, made.step_seconds),
+                    plan=scenario.plan(rig, made.step_seconds, world),
                     report=report,
                     seed=scenario.seed,
                     kill_pending=scenario.name == PENDING,
@@ -94,31 +96,36 @@ class _Straights:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self._root, self._folder = root, folder
-        self._runs: dict[int, Straight] = {}
+        self._runs: dict[tuple[int, int], Straight] = {}
 
     def begin(self, job: DrillJob) -> None:
-        epochs = job.config.epochs
-        if epochs not in self._runs:
-            self._runs[epochs] = Straight(self._root, job, self._folder / f"straight-{epochs}")
+        key = epochs, world = job.config.epochs, job.config.parallel.world
+        if key not in self._runs:
+            self._runs[key] = Straight(self._root, job, self._folder / f"straight-{epochs}-{world}")
 
     def wait(self) -> None:
         for run in self._runs.values():
             run.digest()
 
     def digest(self, job: DrillJob) -> str:
-        return self._runs[job.config.epochs].digest()
+        return self._runs[job.config.epochs, job.config.parallel.world].digest()
 
 
 def _jobs(
     root: Path, file: Path | None, overrides: list[str], scenarios: Sequence[Scenario]
-) -> dict[int, DrillJob]:
-    """By the number of steps that is wanted; a user's job has its own, under 0."""
+) -> dict[tuple[int, int], DrillJob]:
+    """By the steps and ranks that are wanted; a user's job has its own."""
     if file is not None:
-        return {0: users_job(root, file, overrides)}
-    longest = max((s.steps for s in scenarios if s.name != RANDOM), default=0)
-    wanted = {s.steps for s in scenarios if s.name == RANDOM} | ({longest} if longest else set())
-    made = {steps: built_in_job(root, steps) for steps in wanted}
-    return made | {s.steps: made[longest] for s in scenarios if s.name != RANDOM}
+        return {USERS: users_job(root, file, overrides)}
+    found: dict[tuple[int, int], DrillJob] = {}
+    for world in {scenario.world for scenario in scenarios}:
+        own = [scenario for scenario in scenarios if scenario.world == world]
+        longest = max((s.steps for s in own if s.name != RANDOM), default=0)
+        wanted = {s.steps for s in own if s.name == RANDOM} | ({longest} if longest else set())
+        made = {steps: built_in_job(root, steps, world) for steps in wanted}
+        found |= {(steps, world): job for steps, job in made.items()}
+        found |= {(s.steps, world): made[longest] for s in own if s.name != RANDOM}
+    return found
 
 
 @contextlib.contextmanager

@@ -16,7 +16,9 @@ RANDOM = "random"
 SETTLE_STEPS = 15  # between two faults, on average
 STEPS_PER_SECOND = 9  # of the built-in job; an upper bound
 # What may come at any time, and must be answered by another attempt or by none.
+GROUP = 2  # ranks, where a scenario is about one of them
 ANY_TIME = (
+    *("kill-rank", "freeze-rank", "hang-rank"),
     *("kill-train", "freeze-train", "hang", "hang-gil", "kill-flow"),
     *("freeze-tree", "kill-node", "partition-prefect", "partition-store"),
 )
@@ -60,34 +62,41 @@ class Scenario:
         holds = [int(min(30.0, fault.hold_seconds) * STEPS_PER_SECOND) for fault in self.faults]
         return 60 + self.trials * sum(3 * SETTLE_STEPS + steps for steps in holds)
 
-    def why_not(self, rig: Rig) -> str | None:
-        """Why it is impossible on this rig; None if it is possible."""
+    @property
+    def world(self) -> int:
+        """Ranks of the built-in job."""
+        return GROUP if any("ranks" in fault.needs for fault in self.faults) else 1
+
+    def why_not(self, rig: Rig, world: int = 1) -> str | None:
+        """Why it is impossible on this rig, with a job of so many ranks; None if it is possible."""
         if self.name == PENDING:
             return None if rig.own else "needs a stack of the drill's own"
         needs = {need for fault in self.faults for need in fault.needs}
         if "own" in needs and not rig.own:
             return "needs a stack of the drill's own"
+        if "ranks" in needs and world == 1:
+            return "needs a group of ranks: --set parallel.world=2"
         if "wire" in needs and rig.seaweed is None:
             return "a folder has no wire to cut: use --s3"
         if "folder" in needs and rig.seaweed is not None:
             return "needs a store in a folder"
         return None
 
-    def plan(self, rig: Rig, step_seconds: float) -> Iterator[Planned]:
+    def plan(self, rig: Rig, step_seconds: float, world: int = 1) -> Iterator[Planned]:
         """The faults, and when. The moment within an interval is random."""
         rng = random.Random(f"{self.seed} {self.name}")  # noqa: S311 - not a secret
         if self.name == PENDING:
             return
         if self.name == RANDOM:
-            yield from self._random(rig, rng)
+            yield from self._random(rig, world, rng)
             return
         for _ in range(self.trials):
             for fault in self.faults:
                 yield Planned(fault, rng.uniform(0.3, 2 * SETTLE_STEPS * (step_seconds or 0.1)))
 
-    def _random(self, rig: Rig, rng: random.Random) -> Iterator[Planned]:
+    def _random(self, rig: Rig, world: int, rng: random.Random) -> Iterator[Planned]:
         """As a Poisson process; what can't be made here is left out of the draw."""
-        possible = [name for name in ANY_TIME if Scenario(name).why_not(rig) is None]
+        possible = [name for name in ANY_TIME if Scenario(name).why_not(rig, world) is None]
         until = time.time() + 60 * self.minutes
         while True:
             wait_seconds = rng.expovariate(1 / self.mean_seconds)

@@ -27,13 +27,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Victim:
-    """One attempt, alive."""
+    """One attempt, alive.
+
+    Attributes:
+        training: the process that its supervisor has started: that trains, or the launcher of the ranks.
+        ranks: of a group; else empty.
+    """
 
     token: int
     flow_run_id: str
     supervisor: psutil.Process
     training: psutil.Process
     node: Node | None
+    ranks: tuple[psutil.Process, ...] = ()
+
+    @property
+    def stepping(self) -> psutil.Process:
+        """The process whose steps are written down."""
+        return self.ranks[0] if self.ranks else self.training
+
+    @property
+    def below(self) -> list[psutil.Process]:
+        """All that the supervisor has started, and that is still there."""
+        try:
+            return [self.training, *self.training.children(recursive=True)]
+        except psutil.Error:
+            return [self.training, *self.ranks]
 
 
 @dataclass
@@ -109,12 +128,30 @@ class Scene:
         try:
             who = read_claim(self.store, token).who
             supervisor = psutil.Process(who["pid"])
-            children = [c for c in supervisor.children() if "training.process" in " ".join(c.cmdline())]
-        except (Corrupt, Unavailable, KeyError, psutil.Error):
+            children = [c for c in supervisor.children() if is_training(c)]
+            ranks = self._ranks(children[0]) if len(children) == 1 else ()
+        except (Corrupt, Unavailable, KeyError, OSError, ValueError, psutil.Error):
             return None
-        if len(children) != 1 or not self.steps_of(children[0]):
+        if len(children) != 1 or ranks is None:
             return None
-        return Victim(token, str(who["flow_run_id"]), supervisor, children[0], self.rig.node_of(supervisor))
+        node = self.rig.node_of(supervisor)
+        victim = Victim(token, str(who["flow_run_id"]), supervisor, children[0], node, ranks)
+        return victim if self.steps_of(victim.stepping) else None
+
+    def _ranks(self, launcher: psutil.Process) -> tuple[psutil.Process, ...] | None:
+        """Of the group that this process has launched, in order; empty: it launches none; None: not all are up."""
+        if "training.group" not in " ".join(launcher.cmdline()):
+            return ()
+        folder = self.rig.folder / self.run / "ranks"
+        below = {child.pid for child in launcher.children(recursive=True)}
+        pids = [int(file.read_text()) for file in sorted(folder.iterdir(), key=lambda file: int(file.name))]
+        return tuple(psutil.Process(pid) for pid in pids) if set(pids) <= below else None
+
+
+def is_training(process: psutil.Process) -> bool:
+    """Whether it trains, or launches ranks that do."""
+    command = " ".join(process.cmdline())
+    return "training.process" in command or "training.group" in command
 
 
 def is_alive(pid: int) -> bool:

@@ -3,7 +3,8 @@
 The numbers are those of the job inside. What a signal can do to a process needs none of this; a hang does.
 
 Files in `folder`:
-    steps/<pid>          a line for each optimizer step: when it ended, seconds since the epoch
+    steps/<pid>          a line for each optimizer step: when it ended, seconds since the epoch; of rank 0 alone
+    ranks/<rank>         the newest process that is this rank of a group
     orders/<pid>.hang, orders/<pid>.hang-gil    hang after this step, without or with the interpreter's lock;
                          `<name>.begun` appears when it does
     orders/slow-disk     while it exists, each fsync takes a second longer
@@ -52,6 +53,7 @@ class Drilled(Job[DrilledParams]):
         self.inside = load_job(params.job, params.params, data)
         self.orders = Path(params.folder) / "orders"
         self.steps = Path(params.folder) / "steps" / str(os.getpid())
+        self._rank = os.environ.get("RANK")
         self._out: int | None = None
 
     def model(self) -> nn.Module:
@@ -90,8 +92,7 @@ class Drilled(Job[DrilledParams]):
 
     def _stepped(self, *_: Any) -> None:
         if self._out is None:  # the first step: this process trains, and does not only check or evaluate
-            self.steps.parent.mkdir(parents=True, exist_ok=True)
-            self._out = os.open(self.steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._out = self._open()
             os.fsync = self._maybe_slow_fsync
         with contextlib.suppress(OSError):  # a disk that is full is the store's matter
             os.write(self._out, f"{time.time():.4f}\n".encode())
@@ -101,6 +102,18 @@ class Drilled(Job[DrilledParams]):
             threading.Event().wait()
         if self._takes(f"{os.getpid()}.hang-gil"):
             _wait_for_ever_with_the_lock()
+
+    def _open(self) -> int:
+        """Where the times of the steps go."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        if self._rank is not None:
+            file = self.steps.parent.with_name("ranks") / self._rank
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(str(os.getpid()))
+        if self._rank not in (None, "0"):  # the ranks of a group step together
+            return os.open(os.devnull, flags)
+        self.steps.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self.steps, flags, 0o644)
 
     def _takes(self, name: str) -> bool:
         """Whether it is ordered; it is marked as begun then."""
