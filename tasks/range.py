@@ -35,7 +35,7 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import check_not_fenced, claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
-from training.ports import Message, Present, RangeSpec, Saved
+from training.ports import Gathering, Message, Present, RangeSpec, Saved
 
 # The same again on any node, so another try would only cost time; Fenced: another attempt does the work;
 # Preempted: this node is about to go.
@@ -43,6 +43,8 @@ FINAL = (Invalid, Diverged, Fenced, Preempted)
 # Raised by the process, but about the machine: the same words twice do not prove a mistake in the job.
 MACHINE_ERRORS = ("AcceleratorError", "OutOfMemoryError", "DistBackendError", "OSError", "MemoryError")
 PREDECESSORS = 16
+# How long a group that could begin waits for more nodes: to be started, or to come back to another generation.
+FIRST_CALL_SECONDS, LAST_CALL_SECONDS = 15.0, 2.0
 
 
 @dataclass(kw_only=True)
@@ -222,7 +224,7 @@ class RangeSupervisor:
             data_folder=str(data_folder) if data_folder else None,
             data_version=order.data_version.model_dump() if order.data_version else {},
             expected=self.expected,
-            gathering=self.company.gathering if self.company is not None else None,
+            gathering=self._gathering(tries),
         )
         self.child = Child(
             self.command or (GROUP_COMMAND if order.config.parallel.world > 1 else TRAINING_COMMAND),
@@ -242,6 +244,13 @@ class RangeSupervisor:
         self.publisher.attempt_ended(token, *_verdict(ending))
         self._note_ending(ending)
         return ending
+
+    def _gathering(self, tries: int) -> Gathering | None:
+        """Those that were called for the first time have to be started first."""
+        if self.company is None:
+            return None
+        seconds = FIRST_CALL_SECONDS if tries == 1 else LAST_CALL_SECONDS
+        return self.company.gathering.model_copy(update={"last_call_seconds": seconds})
 
     def _note_ending(self, ending: Ending) -> None:
         """Say in the store how the training process ended. Its absence stops nothing."""

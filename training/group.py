@@ -90,7 +90,7 @@ class Launcher:
                 place = self._spec.gathering
                 self._nodes = Nodes(place.host, place.port, place.ticket)
                 closing.callback(self._nodes.close)
-                others = self._gather(self._nodes)
+                others = self._gather(self._nodes, place.last_call_seconds)
                 if len(others) + 1 < self._spec.config.parallel.fewest_nodes:
                     return self._too_few(len(others) + 1)
             self._local = self._start(others)
@@ -104,11 +104,15 @@ class Launcher:
                 self._nodes.dismiss()
             return failed
 
-    def _gather(self, nodes: Nodes) -> list[Node]:
+    def _gather(self, nodes: Nodes, last_call_seconds: float) -> list[Node]:
         parallel = self._spec.config.parallel
         self.say(Pause(what="waiting for nodes", allowance_seconds=parallel.gather_seconds + 60))
         return nodes.gather(
-            parallel.nodes - 1, parallel.fewest_nodes - 1, parallel.gather_seconds, lambda: not self._asked
+            parallel.nodes - 1,
+            parallel.fewest_nodes - 1,
+            parallel.gather_seconds,
+            last_call_seconds,
+            go_on=lambda: not self._asked,
         )
 
     def _too_few(self, came: int) -> Failed:

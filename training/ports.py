@@ -21,6 +21,7 @@ class Gathering(Frozen):
     host: str
     port: int
     ticket: str = Field(repr=False)
+    last_call_seconds: float = 2.0  # for those that are missing, once there are enough
 
 
 class RangeSpec(Frozen):

@@ -65,9 +65,7 @@ def _made(root: Path, config: JobConfig, step_seconds: float, steps: int | None)
     if config.checkpoint.bounded is not None:
         raise Invalid("a drill compares bit for bit, and bounded deltas are not exact", hint="unset bounded")
     if config.parallel.nodes > 1:
-        raise Invalid(
-            "a drill trains on one node, and has no group of several yet", hint="--set parallel.nodes=1"
-        )
+        raise Invalid("a drill trains on one node, and has no group of several yet", hint="--set parallel.nodes=1")
     version = ensure_data(root, config.data) if config.data else None
     folder = root / version.path if version else None
     preflight = check_job(root, config, folder)

@@ -33,7 +33,6 @@ from training.parallel.wire import (
 )
 
 LOST_SECONDS = 2.0  # without a word
-LAST_CALL_SECONDS = 2.0  # for those that are missing, once there are enough
 STEADY_SECONDS = 2.0  # a node that comes and goes makes no new group
 PING_SECONDS = 0.5
 TICK_SECONDS = 0.05
@@ -94,20 +93,23 @@ class Nodes:
         """Those that are a part of this group, lost or not."""
         return [node for node in self._nodes if node.number is not None]
 
-    def gather(self, most: int, fewest: int, seconds: float, go_on: Callable[[], bool]) -> list[Node]:
-        """Wait for others: for all, but for few more seconds only once there are enough.
+    def gather(
+        self, most: int, fewest: int, seconds: float, last_call_seconds: float, go_on: Callable[[], bool]
+    ) -> list[Node]:
+        """Wait for others: for all, but not much longer once there are enough.
 
         Args:
             most: so many may take part.
             fewest: so many must.
             seconds: how long those are waited for.
+            last_call_seconds: how long all are waited for.
             go_on: whether to wait at all.
         """
         begun = self._clock()
         while go_on():
             self.pump(TICK_SECONDS)
             found, waited = len(self.present), self._clock() - begun
-            if found >= most or waited > seconds or (found >= fewest and waited > LAST_CALL_SECONDS):
+            if found >= most or waited > seconds or (found >= fewest and waited > last_call_seconds):
                 break
         return self.present[:most]
 
