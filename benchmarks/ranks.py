@@ -30,7 +30,7 @@ from tasks.drill.measures import percentile
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "blosc2")
-WORLD, GAP_STEPS, WARM_UP_STEPS = 4, 10, 300
+WORLD, GAP_STEPS, WARM_UP_STEPS = 4, 10, 60
 SEQUENCE = "fsdp2-4-ranks"
 TORCH_TRIALS = 3  # each takes as long as the default that it shows
 GOALS = {

@@ -121,9 +121,9 @@ class DcpSave(RankEngine):
         writer = FileSystemWriter(self.folder / str(number))
         finish = writer.finish
 
-        def timed(*arguments: Any) -> None:
+        def timed(*arguments: Any, **named: Any) -> None:
             started = time.perf_counter()
-            finish(*arguments)
+            finish(*arguments, **named)
             self.commits_ms.append(1000 * (time.perf_counter() - started))
 
         writer.finish = timed  # type: ignore[method-assign, assignment]
