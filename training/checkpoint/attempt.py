@@ -14,6 +14,7 @@ from training.checkpoint.coding.encode import Reference
 from training.checkpoint.commit import commit
 from training.checkpoint.draft import Content, Draft
 from training.checkpoint.gate import HealthGate
+from training.checkpoint.history import candidates
 from training.checkpoint.manifest import Committed, Manifest, PackName, Position
 from training.checkpoint.pack import PackWriter, Written, write_packs
 from training.checkpoint.policy import ChainPolicy
@@ -110,6 +111,14 @@ class Attempt:
         if self.head is None:
             return None
         return restore_checkpoint(self.store, self.head.ref.token, self.head.ref.sequence, self.run)
+
+    def has_checkpoint(self) -> bool:
+        """Before it is opened: whether there will be anything to restore. Claims the token."""
+        self._claim()
+        return any(True for _ in candidates(self.store, self._my_token))
+
+    def give_up(self, error: BaseException) -> None:
+        """A save that was begun has no snapshot. Nothing was done, and nobody waits for it."""
 
     def quarantine(self, name: str, reason: str, position: Position, since_step: int) -> None:
         """Keep on record what is wrong with this attempt."""

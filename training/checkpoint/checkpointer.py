@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -36,7 +37,7 @@ from training.checkpoint.quarantine import RollbackPolicy
 from training.checkpoint.ranks.exchange import Exchange
 from training.checkpoint.ranks.group import GroupAttempt
 from training.checkpoint.restore import RestoredState
-from training.checkpoint.state.boxes import BoxOf
+from training.checkpoint.state.boxes import BoxOf, no_box
 from training.checkpoint.state.buffers import BufferPair
 from training.checkpoint.state.overlap import Overlap
 from training.checkpoint.state.parts import boxes_of
@@ -69,9 +70,11 @@ class IncrementalCheckpointer:
         must_be_finite: keys of tensors, or of parts of the state (`model`, `optimizer/state`), without a NaN or an
             infinity. A save that holds one is not committed: `Diverged`. Leave out buffers: a mask may be infinite.
         group: the ranks that save together, each with its own object and the same calls in the same order; see
-            `training.checkpoint.ranks`.
+            `training.checkpoint.ranks`, and `host_exchange` there for a loop of your own.
         split: keys of tensors, or of parts of the state, that are alike on all ranks of the group bit for bit: each
             rank saves some of them. All else that is not sharded is rank 0's.
+        patience_seconds: in a group, how long a rank that lives may take to write its share, before the save fails
+            on all.
         rollback: after such a save, or `quarantine`, the next attempt starts from before the trouble.
         encode_threads: threads that compress in the background.
         upload_threads: threads that put packs.
@@ -97,6 +100,7 @@ class IncrementalCheckpointer:
         must_be_finite: Iterable[str] = (),
         group: Exchange | None = None,
         split: Iterable[str] = (),
+        patience_seconds: float = 600.0,
         rollback: RollbackPolicy | None = None,
         encode_threads: int = 1,
         upload_threads: int = 2,
@@ -111,13 +115,14 @@ class IncrementalCheckpointer:
             raise Invalid("interval, encode_threads and upload_threads must be at least 1")
         if min(deltas_per_base or 0, max_failed_saves) < 0 or on_busy not in ("wait", "skip"):
             raise Invalid("deltas_per_base and max_failed_saves must be at least 0, on_busy wait or skip")
-        if restore_seconds is not None and not restore_seconds > 0:
-            raise Invalid(f"restore_seconds must be more than 0, not {restore_seconds}")
+        for name, value in (("restore_seconds", restore_seconds), ("patience_seconds", patience_seconds)):
+            if value is not None and not value > 0:
+                raise Invalid(f"{name} must be more than 0, not {value}")
         self.store = open_store(save_dir) if isinstance(save_dir, str | Path) else save_dir
         self.interval = interval
         self.run = run if run is not None else run_of(self.store) or DEFAULT_RUN
         self.skipped_saves = 0
-        self._rank = group.rank if group is not None else None
+        self.group = group
         self._skip_when_busy = on_busy == "skip"
         self._flight = Flight(max_failed_saves, on_failed)
         self._on_saved = on_saved
@@ -129,7 +134,9 @@ class IncrementalCheckpointer:
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
         self._encoders = futures.ThreadPoolExecutor(encode_threads, "retoma-encode")
         self._uploaders = futures.ThreadPoolExecutor(upload_threads, "retoma-upload")
-        options: dict[str, Any] = {} if group is None else {"exchange": group, "share": share}
+        options: dict[str, Any] = {}
+        if group is not None:
+            options = {"exchange": group, "share": share, "patience_seconds": patience_seconds}
         self._attempt = (Attempt if group is None else GroupAttempt)(
             **options,
             store=self.store,
@@ -168,7 +175,8 @@ class IncrementalCheckpointer:
 
         Args:
             like: in a group, the live state, or the part that is needed by the key of a tensor: of one that is
-                sharded there, its part comes back, as a plain tensor. Every other tensor comes back whole.
+                sharded there, its part comes back, as a plain tensor. Every other tensor comes back whole. Later
+                calls without it need the same as the one before.
 
         The first call opens the attempt: claims a token, restores, and seals what it restored. Later calls return
         the newest state that this attempt committed.
@@ -177,16 +185,23 @@ class IncrementalCheckpointer:
             Corrupt: the run has checkpoints, and none is intact.
             Fenced: a newer attempt has taken over.
         """
+        if like is not None:
+            self._attempt.box_of = like if callable(like) else boxes_of(like).get
         if not self._attempt.is_open:
-            if like is not None:
-                self._attempt.box_of = like if callable(like) else boxes_of(like).get
             return self._attempt.open()
         self.wait()
         return self._attempt.read_again()
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is anything to restore. In a group all ranks get the same answer.
+
+        Claims the token: what an older attempt writes from now on is void, so that the answer stays true.
+        """
+        return self.head is not None if self._attempt.is_open else self._attempt.has_checkpoint()
+
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that could not be saved, by name, before any training is done."""
-        flatten(dict(state), self._rank)
+        flatten(dict(state), self.group.rank if self.group is not None else None)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Have memory for states of this structure made in the background, so that the first save stalls no longer
@@ -245,12 +260,16 @@ class IncrementalCheckpointer:
         if self._closed:
             raise Invalid("this checkpointer is closed", hint="make a new IncrementalCheckpointer")
         if not self._attempt.is_open:
-            self._attempt.open()
-        plain_meta = plain_json(dict(meta or {}), "meta")
-        plain_interval = plain_json(dict(interval or {}), "interval")
-        started = time.perf_counter()
-        snapshot, copying, buffers = self._buffers.take(state, self._overlap.promised())
-        stall_seconds = time.perf_counter() - started
+            self._open_for(state)
+        try:
+            plain_meta = plain_json(dict(meta or {}), "meta")
+            plain_interval = plain_json(dict(interval or {}), "interval")
+            started = time.perf_counter()
+            snapshot, copying, buffers = self._buffers.take(state, self._overlap.promised())
+            stall_seconds = time.perf_counter() - started
+        except BaseException as error:
+            self._attempt.give_up(error)
+            raise
         draft = Draft(
             snapshot=snapshot,
             copying=copying,
@@ -265,6 +284,18 @@ class IncrementalCheckpointer:
         )
         self._flight.start(draft, self._saver.submit(self._write, draft))
         return stall_seconds
+
+    def withdraw(self, error: BaseException) -> None:
+        """In a group: this rank cannot take part in the save that the others begin, and here is why.
+
+        It stands in place of `save`, and fails the save on all ranks: they would wait for this one otherwise.
+        Without a group nothing is done.
+        """
+        if self.group is not None:
+            self.settle()
+            if not self._attempt.is_open:
+                self._attempt.open()
+            self._attempt.give_up(error)
 
     def quarantine(self, name: str, reason: str, *, position: Position, since_step: int) -> None:
         """Keep on record what is wrong with this attempt, for people and for the rollback of the next one.
@@ -331,6 +362,14 @@ class IncrementalCheckpointer:
             self.close()
         else:  # the error that is on its way matters more than that of a save
             self._stop()
+
+    def _open_for(self, state: Mapping[str, Any]) -> None:
+        """Open the attempt without `restore`: of sharded tensors only what this rank saves is read."""
+        if self.group is not None:
+            with contextlib.suppress(Invalid, RecursionError):  # the copy will say which tensor it is
+                self._attempt.box_of = boxes_of(state).get
+        self._attempt.open()
+        self._attempt.box_of = no_box
 
     def _stop(self) -> None:
         self._closed = True

@@ -27,10 +27,12 @@ class Exchange(Protocol):
     Attributes:
         rank: of this process.
         size: of the group.
+        taken: whether a checkpointer uses it. It serves one: another one's messages have the same keys.
     """
 
     rank: int
     size: int
+    taken: bool
 
     def post(self, key: str, data: bytes) -> None:
         """Let every rank take `data` under `key`."""
@@ -84,7 +86,7 @@ class MemoryBoard:
 
 class _MemoryExchange:
     def __init__(self, board: MemoryBoard, rank: int) -> None:
-        self.rank, self.size = rank, board.size
+        self.rank, self.size, self.taken = rank, board.size, False
         self._board = board
 
     def post(self, key: str, data: bytes) -> None:

@@ -8,6 +8,7 @@ nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from training.checkpoint.restore import Found, RestoredState, View, load_checkpo
 from training.checkpoint.state.boxes import Wanted
 from training.checkpoint.state.share import Share
 from training.checkpoint.token import Skipped
-from training.errors import Corrupt, RetomaError, Unavailable
+from training.errors import Corrupt, Invalid, RetomaError, Unavailable
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -44,12 +45,16 @@ class GroupAttempt(Attempt):
     share: Share
     patience_seconds: float = 600.0
     _looks: int = 0
+    _asked: int = 0
     _told: list[int] = field(default_factory=list)  # saves whose messages may still be there
     _next_base: tuple[bool, str] = (True, "")
     _told_layout: str = ""  # digest of the structure that rank 0 has of this rank
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.exchange.taken:
+            raise Invalid("an exchange serves one checkpointer", hint="make an exchange for each, on all ranks")
+        self.exchange.taken = True
         self._leader = Leader(self.exchange.size) if self.exchange.rank == 0 else None
 
     def open(self) -> RestoredState | None:
@@ -70,6 +75,7 @@ class GroupAttempt(Attempt):
         except BaseException as problem:  # noqa: BLE001 - the others wait; it is raised below
             error = problem
             part = Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(problem))
+        self._told_layout = ""  # if this save fails, rank 0 may have taken its structure, or may not
         if self._leader is None:
             outcome, committed = self._await_outcome(part, draft)
         else:
@@ -87,6 +93,33 @@ class GroupAttempt(Attempt):
         if self.head is None:
             return None
         return self._load(self.head.ref.token, self.head.ref.sequence, []).state
+
+    def has_checkpoint(self) -> bool:
+        """See `Attempt.has_checkpoint`. Rank 0 looks, and tells all."""
+        key, self._asked = f"asked/{self._asked}", self._asked + 1
+        if self._leader is None:
+            look = self._take(key, 0, Look)
+            if look.failure is not None:
+                raise look.failure.error()
+            return look.found
+        try:
+            found = super().has_checkpoint()
+        except BaseException as error:
+            self._post(key, Look(failure=Failure.of(error)))
+            raise
+        self._post(key, Look(token=self._my_token, found=found))
+        return found
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others, who have begun the same save. It fails on all ranks."""
+        sequence, rank = self.take_sequence(), self.exchange.rank
+        failure = Failure.of(error)
+        with suppress(Unavailable):  # what the caller is about to raise is the cause
+            if self._leader is None:
+                self._tell_part(Contribution(rank=rank, sequence=sequence, failure=failure))
+            else:
+                self._told.append(sequence)
+                self._post(f"save/{sequence}", Outcome(failure=Failure.of(failure.error(rank))))
 
     def quarantine(self, name: str, reason: str, position: Position, since_step: int) -> None:
         """See `Attempt.quarantine`: all ranks find it, and rank 0 keeps it."""
@@ -190,6 +223,7 @@ class GroupAttempt(Attempt):
     ) -> tuple[Outcome, Committed | None]:
         """Rank 0: wait for all parts, commit, and tell all."""
         committed = None
+        self._told.append(part.sequence)
         try:
             parts = [part]
             for other in self._collect(part.sequence) if part.failure is None else ():
@@ -228,16 +262,14 @@ class GroupAttempt(Attempt):
                     raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
                 yield self._take(alarms[0], 0, Contribution)
                 return
-        for done in self._told:  # all ranks are past those
+        for done in self._told[:-1]:  # all ranks are past those
             for key in ("", "/failed", *(f"/r{rank}" for rank in range(1, self.exchange.size))):
                 self.exchange.forget(f"save/{done}{key}")
         self._told = [sequence]
 
     def _await_outcome(self, part: Contribution, draft: Draft) -> tuple[Outcome, Committed | None]:
         """The other ranks: tell, and take the outcome for their own."""
-        self._post(f"save/{part.sequence}/r{self.exchange.rank}", part)
-        if part.failure is not None:
-            self._post(f"save/{part.sequence}/failed", part)  # rank 0 need not wait for the others
+        self._tell_part(part)
         outcome = self._take(f"save/{part.sequence}", 0, Outcome)
         if outcome.failure is not None or outcome.ref is None:
             return outcome, None
@@ -256,6 +288,11 @@ class GroupAttempt(Attempt):
             health=draft.health,
         )
         return outcome, Committed(manifest, outcome.ref)
+
+    def _tell_part(self, part: Contribution) -> None:
+        self._post(f"save/{part.sequence}/r{part.rank}", part)
+        if part.failure is not None:
+            self._post(f"save/{part.sequence}/failed", part)  # rank 0 need not wait for the others
 
     def _look_key(self) -> str:
         return f"open/{self._looks}"

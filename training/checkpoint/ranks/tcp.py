@@ -1,4 +1,4 @@
-"""The exchange over a `TCPStore` that lives in the launcher of the ranks, and dies with none of them."""
+"""The exchange over a `TCPStore`. Retoma's launcher has one, which dies with no rank; see `hosted` for others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TcpExchange:
     """One rank's access, with a connection of its own. Not for two threads at once.
 
     Args:
-        host, port: of the launcher's store.
+        host, port: of the store.
         rank, size: of the group.
         generation: of the group; the messages of an older one are not seen.
 
@@ -32,7 +32,7 @@ class TcpExchange:
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, generation: int = 0) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.taken = rank, size, False
         self._prefix = f"g{generation}/"
         self._place = f"{host}:{port}"
         self._store = self._reach(lambda: _connect(host, port))
@@ -58,7 +58,12 @@ class TcpExchange:
         """See `Exchange.forget`."""
         self._reach(lambda: self._store.delete_key(self._prefix + key))
 
+    def count(self, key: str, more: int = 1) -> int:
+        """Add to the number under `key`, which begins at 0, and tell what it is now."""
+        return self._reach(lambda: int(self._store.add(self._prefix + key, more)))
+
     def _waits(self, keys: list[str], seconds: float) -> bool:
+        """Whether all keys are there within so long."""
         try:
             self._store.wait([self._prefix + key for key in keys], timedelta(seconds=max(seconds, 0.001)))
         except (DistStoreError, RuntimeError):  # no time left, or nobody there: the next operation tells
@@ -69,7 +74,7 @@ class TcpExchange:
         try:
             return work()
         except (DistStoreError, RuntimeError) as error:
-            raise Unavailable(f"the launcher of the ranks does not answer at {self._place}: {error}") from error
+            raise Unavailable(f"the store of the ranks does not answer at {self._place}: {error}") from error
 
 
 def _connect(host: str, port: int) -> Any:

@@ -272,6 +272,52 @@ def test_ranks_whose_states_have_different_structures_are_named() -> None:
     assert "model/weight" in str(outcomes[1])
 
 
+def test_a_structure_that_was_refused_is_forgotten_by_all_ranks() -> None:
+    store = MemoryStore()
+    group = Group(store, 2)
+    group.save(1)
+
+    def save(rank: int) -> Any:
+        group.ranks[rank].save({"model": torch.zeros(2), f"of rank {rank}": 1})
+        return group.ranks[rank].wait()
+
+    assert all(isinstance(outcome, Invalid) for outcome in together([lambda: save(0), lambda: save(1)]))
+    assert len({committed.ref for committed in group.save(2)}) == 1
+    group.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_that_one_rank_cannot_save_fails_the_save_on_all_at_once(rank: int) -> None:
+    store = MemoryStore()
+    group = Group(store, 3)
+
+    def save(each: int) -> Any:
+        odd = {1, 2} if each == rank else 1
+        group.ranks[each].save({**state_of(each, 3, 1), "odd": odd})
+        return group.ranks[each].wait()
+
+    begun = time.monotonic()
+    outcomes = together([partial(save, each) for each in range(3)])
+    assert time.monotonic() - begun < 60, "nobody waits for its patience to end"
+    assert all(isinstance(outcome, Invalid) for outcome in outcomes)
+    assert all("odd: a builtins.set cannot be saved" in str(outcome) for outcome in outcomes)
+    assert all(f"rank {rank}: " in str(outcome) for each, outcome in enumerate(outcomes) if each != rank)
+    assert len({committed.ref for committed in group.save(2)}) == 1
+    group.close()
+    assert [c.manifest.position.step for c in read_lineage(store).chain] == [2]
+
+
+def test_all_ranks_are_told_alike_whether_there_is_a_checkpoint() -> None:
+    store = MemoryStore()
+    for step, expected in ((1, False), (2, True)):
+        group = Group(store, 2)
+        assert together([rank.has_checkpoint for rank in group.ranks]) == [expected] * 2
+        assert len({rank.ref for rank in group.save(step)}) == 1
+        assert together([rank.has_checkpoint for rank in group.ranks]) == [True] * 2
+        group.close()
+    assert [c.ref.token for c in read_lineage(store).chain] == [1, 2], "asking and opening claim one token"
+
+
 def test_a_part_cannot_be_saved_by_one_rank_alone() -> None:
     with pytest.raises(Invalid, match=r"model/weight: a Sharded, sharded over several ranks"):
         IncrementalCheckpointer(MemoryStore()).save(state_of(0, 2, 1))
