@@ -70,7 +70,7 @@ class IncrementalCheckpointer:
         must_be_finite: keys of tensors, or of parts of the state (`model`, `optimizer/state`), without a NaN or an
             infinity. A save that holds one is not committed: `Diverged`. Leave out buffers: a mask may be infinite.
         group: the ranks that save together, each with its own object and the same calls in the same order; see
-            `training.checkpoint.ranks`, and `host_exchange` there for a loop of your own.
+            `training.checkpoint.ranks`, and `host_exchange` in its `hosted` for a loop of your own.
         split: keys of tensors, or of parts of the state, that are alike on all ranks of the group bit for bit: each
             rank saves some of them. All else that is not sharded is rank 0's.
         patience_seconds: in a group, how long a rank that lives may take to write its share, before the save fails

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -41,7 +42,7 @@ class Place(NamedTuple):
 def host_exchange(
     process_group: dist.ProcessGroup | None = None, *, host: str = "127.0.0.1", silent_seconds: float = 30.0
 ) -> HostedExchange:
-    """An exchange for the ranks of a process group. A collective: every rank calls it, once, at the start.
+    """An exchange for the ranks of a process group, for one checkpointer. A collective: every rank calls it.
 
     Args:
         process_group: default: all ranks.
@@ -116,12 +117,13 @@ class HostedExchange(TcpExchange):
         """Say goodbye. Rank 0 waits a little for the others to do so, since the store goes with it."""
         if self._ending.is_set():
             return
+        deadline = time.monotonic() + GOODBYE_SECONDS
         try:
-            self.post(f"bye/{self.rank}", b"")
+            with suppress(Unavailable):
+                self.post(f"bye/{self.rank}", b"")
             for other in range(1, self.size) if self.rank == 0 else ():
-                self.take(f"bye/{other}", GOODBYE_SECONDS, [dead_key(other)])
-        except (Stopped, Unavailable):
-            pass  # nobody is left to wait for, and nothing depends on it
+                with suppress(Stopped, Unavailable):  # nothing depends on it
+                    self.take(f"bye/{other}", max(0.0, deadline - time.monotonic()), [dead_key(other)])
         finally:
             self.abandon()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.gang import gang
 from training.checkpoint import IncrementalCheckpointer
-from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
+from training.checkpoint.ranks.exchange import Exchange, MemoryBoard, Stopped, dead_key
 from training.checkpoint.ranks.hosted import Watch, host_exchange
 from training.checkpoint.store import MemoryStore
 from training.errors import Invalid, Unavailable
@@ -39,20 +39,18 @@ def test_ranks_without_a_process_group_cannot_meet() -> None:
 
 def test_an_exchange_serves_one_checkpointer() -> None:
     """The second would take the messages of the first for its own."""
-    answers = gang(1, take_twice)
-    assert "one checkpointer" in answers[0]
-
-
-def take_twice(exchange: Exchange) -> str:
+    (exchange,) = MemoryBoard(1).ranks()
     IncrementalCheckpointer(MemoryStore(), group=exchange)
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(Invalid, match="one checkpointer"):
         IncrementalCheckpointer(MemoryStore(), group=exchange)
-    return str(caught.value)
 
 
 def meet(exchange: Exchange) -> dict[str, Any]:
-    """Two groups of the same processes; then rank 1 falls silent; then rank 0 is gone."""
+    """A place where nobody can meet; two groups of the same processes; rank 1 falls silent; rank 0 is gone."""
     found: dict[str, Any] = {}
+    with pytest.raises(Unavailable) as caught:
+        host_exchange(host="192.0.2.1")
+    found["elsewhere"] = str(caught.value)
     first, second = host_exchange(), host_exchange(silent_seconds=1.5)
     rank, other = first.rank, 1 - first.rank
     for number, own in enumerate((first, second)):
@@ -82,18 +80,9 @@ def meet(exchange: Exchange) -> dict[str, Any]:
 def test_ranks_meet_tell_and_miss_each_other() -> None:
     host, guest = gang(2, meet)
     assert host["heard"] == guest["heard"] == [b"0", b"1"]
+    for rank in (host, guest):
+        assert "rank 0 cannot host a store at 192.0.2.1" in rank["elsewhere"]
+        assert "host_exchange(host=...)" in rank["elsewhere"]
     assert 1 < host["silent"] < 15
     assert guest["gone"] < 15
     assert host["listening"] <= {"127.0.0.1"}, "nobody on another node can reach it"
-
-
-def test_a_host_that_is_no_address_of_this_node_is_told_to_all() -> None:
-    for words in gang(2, meet_elsewhere):
-        assert "rank 0 cannot host a store at 192.0.2.1" in words
-        assert "host_exchange(host=...)" in words
-
-
-def meet_elsewhere(exchange: Exchange) -> str:
-    with pytest.raises(Unavailable) as caught:
-        host_exchange(host="192.0.2.1")
-    return str(caught.value)
