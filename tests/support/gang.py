@@ -36,6 +36,14 @@ def gang(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
+    answers = outcomes(size, work, *arguments)
+    failed = [text for ok, text in answers if not ok]
+    assert not failed, failed[0]
+    return [value for _, value in answers]
+
+
+def outcomes(size: int, work: Callable[..., Any], *arguments: Any) -> list[tuple[bool, Any]]:
+    """Of each rank whether it returned, and what; or why it did not: a traceback, or that it died."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     members = []
     for rank in range(size):
@@ -45,15 +53,12 @@ def gang(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         theirs.close()
         members.append((process, ours))
     try:
-        answers = [_answer(pipe) for _, pipe in members]
+        return [_answer(pipe) for _, pipe in members]
     finally:
         for process, pipe in members:
             process.kill()
             process.join()
             pipe.close()
-    failed = [text for ok, text in answers if not ok]
-    assert not failed, failed[0]
-    return [value for _, value in answers]
 
 
 def _answer(pipe: Connection) -> tuple[bool, Any]:

@@ -1,9 +1,11 @@
-"""torch.distributed.checkpoint over our store: the same calls, and what they did not have before."""
+"""torch.distributed.checkpoint over our store: the same calls, and what they did not have before.
+
+Several ranks: `test_dcp_ranks.py`.
+"""
 
 from __future__ import annotations
 
 import pickle
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support.bits import bits, random_bits
-from tests.support.faults import Gate, RuledStore, run_script, start_script
+from tests.support.faults import Gate, RuledStore
 from training.checkpoint import IncrementalCheckpointer, Position
 from training.checkpoint.adapters.dcp import RetomaReader, RetomaWriter, retoma_error
 from training.checkpoint.history import read_lineage
@@ -255,6 +257,31 @@ def test_a_damaged_checkpoint_is_not_loaded_but_the_one_before_it(tmp_path: Path
     assert bits(into) == before, "nothing unverified reached the state"
 
 
+def test_an_intact_checkpoint_without_what_is_asked_for_is_named_and_not_half_loaded(
+    tmp_path: Path, writer: RetomaWriter
+) -> None:
+    save({"a": torch.ones(3)}, writer)
+    save({"a": torch.zeros(3), "b": torch.ones(2)}, writer)
+    pack = next(tmp_path.glob("packs/*/00000001-*"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    into = {"a": torch.full((3,), 5.0), "b": torch.zeros(2)}
+    error = failure(lambda: load(tmp_path, into))
+    assert isinstance(error, Corrupt)
+    assert error.message.endswith("manifests/000001/00000000.json has no b")
+    assert into["a"].tolist() == [5, 5, 5]
+
+
+def test_a_loop_can_ask_whether_there_is_anything_to_load(tmp_path: Path) -> None:
+    for expected in (False, True):
+        with RetomaWriter(tmp_path) as writer:
+            assert writer.checkpointer.has_checkpoint() is expected
+            save({"a": torch.ones(3)}, writer)
+            assert writer.checkpointer.has_checkpoint()
+    assert [c.ref.token for c in read_lineage(LocalStore(tmp_path)).chain] == [1, 2]
+
+
 class Odd:
     def __reduce__(self) -> Any:
         raise AssertionError("it was pickled")
@@ -364,66 +391,3 @@ def test_two_values_under_one_name_of_dcp_are_refused(tmp_path: Path) -> None:
 def test_a_writer_does_not_move_to_another_process(writer: RetomaWriter) -> None:
     with pytest.raises(Invalid, match="another process"):
         pickle.dumps(writer)
-
-
-RANK = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from training.checkpoint.adapters.dcp import RetomaReader, RetomaWriter, retoma_error
-rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-writer = RetomaWriter(folder)
-for options in ({}, {"use_collectives": False}):
-    try:
-        dcp.save({"w": torch.full((3,), float(rank))}, storage_writer=writer, **options)
-        print("saved")
-    except CheckpointException as error:
-        print(type(retoma_error(error)).__name__, retoma_error(error).message)
-    except Exception as error:
-        print(type(error).__name__, error.message)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-ONE_RANK = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from training.checkpoint.adapters.dcp import RetomaReader, RetomaWriter
-if __name__ == "__main__":
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    with RetomaWriter(sys.argv[1]) as writer:
-        dcp.save({"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])}, storage_writer=writer)
-        into = {"w": distribute_tensor(torch.zeros(6), mesh, [Shard(0)])}
-        dcp.load(into, storage_reader=RetomaReader(sys.argv[1]))
-        print(into["w"].to_local().tolist())
-    dist.destroy_process_group()
-"""
-
-
-def test_a_group_of_one_rank_saves_its_sharded_tensors(tmp_path: Path) -> None:
-    assert run_script(ONE_RANK, tmp_path).stdout.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]"
-    with IncrementalCheckpointer(tmp_path) as checkpointer:
-        restored = checkpointer.restore()
-        assert restored is not None
-        assert restored["w"].tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_several_ranks_are_refused_by_all_of_them_and_nothing_is_written(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [start_script(RANK, rank, port, tmp_path) for rank in range(2)]
-    try:
-        for process in ranks:
-            said = process.communicate(timeout=60)[0].splitlines()
-            assert process.returncode == 0
-            assert len(said) == 2
-            assert all(line.startswith("Invalid") and "one rank" in line for line in said)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert not list(tmp_path.rglob("*.json"))

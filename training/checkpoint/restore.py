@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from training.checkpoint.chain import Chain, ChunkPlan, check_packs, plan_chunks, read_chain
 from training.checkpoint.coding.chunks import ChunkData
@@ -65,6 +65,7 @@ class View(NamedTuple):
 
 
 WHOLE = View()
+T = TypeVar("T")
 Load = Callable[[int, int, list[Skipped]], "Found"]  # a checkpoint; what is passed by is added to the list
 
 
@@ -94,16 +95,35 @@ def find_newest(
     incident: Incident | None = None,
     read: Load | None = None,
 ) -> tuple[Found | None, list[Skipped]]:
-    """The newest intact checkpoint that the history admits, and what was skipped.
+    """The newest intact checkpoint that the history admits, and what was skipped. See `first_intact`.
+
+    Args:
+        store, run, before, notes, incident: as there.
+        threads: that read and decode; default: as many as there are cores, 4 at most.
+        read: reads one checkpoint; default: all of it, in this process.
+    """
+    if read is None:
+        read = partial(load_checkpoint, store, run, threads=threads)
+    return first_intact(store, run, read, before, notes, incident)
+
+
+def first_intact(
+    store: Store,
+    run: str,
+    read: Callable[[int, int, list[Skipped]], T],
+    before: int | None = None,
+    notes: Iterable[Skipped] = (),
+    incident: Incident | None = None,
+) -> tuple[T | None, list[Skipped]]:
+    """What `read` makes of the newest checkpoint for which it raises no `Corrupt`, and what was skipped.
 
     Args:
         store: the run's store.
         run: name of the run.
+        read: given token and sequence of a checkpoint, and a list for what is passed by on the way.
         before: look only at tokens below this one (the attempt that asks).
-        threads: that read and decode; default: as many as there are cores, 4 at most.
         notes: what is wrong with the store already; reported with what is skipped.
         incident: roll back: pass by what is not from before it.
-        read: reads one checkpoint; default: all of it, in this process.
 
     Raises:
         Diverged: there are checkpoints, and none from before the incident.
@@ -112,8 +132,6 @@ def find_newest(
     """
     skipped = list(notes)
     found = False
-    if read is None:
-        read = partial(load_checkpoint, store, run, threads=threads)
     for token, sequence in candidates(store, before, skipped):
         found = True
         try:
@@ -149,25 +167,26 @@ def _void(store: Store, token: int, sequence: int, incident: Incident) -> str | 
     return f"rolled back over: not healthy since step {incident.since_step}, {incident.reason}"
 
 
-def restore_newest(store: Store, run: str, threads: int | None = None) -> RestoredState | None:
+def restore_newest(store: Store, run: str, threads: int | None = None, view: View = WHOLE) -> RestoredState | None:
     """The newest intact state, read-only: claims nothing and seals nothing. None if the run has no checkpoint.
 
     Raises:
         Corrupt: the run has checkpoints and none of them is intact.
     """
-    found, _ = find_newest(store, run, threads=threads)
+    read = partial(load_checkpoint, store, run, threads=threads, for_reference=False, view=view)
+    found, _ = first_intact(store, run, read)
     return found.state if found is not None else None
 
 
 def restore_checkpoint(
-    store: Store, token: int, sequence: int, run: str | None = None, threads: int | None = None
+    store: Store, token: int, sequence: int, run: str | None = None, threads: int | None = None, view: View = WHOLE
 ) -> RestoredState:
     """One given checkpoint, read-only: claims nothing and seals nothing.
 
     Raises:
         Corrupt: something in its chain is missing or damaged.
     """
-    return load_checkpoint(store, run, token, sequence, [], threads=threads, for_reference=False).state
+    return load_checkpoint(store, run, token, sequence, [], threads=threads, for_reference=False, view=view).state
 
 
 def load_checkpoint(

@@ -4,6 +4,10 @@
     dcp.save(state, storage_writer=writer)                # committed and durable when it returns
     dcp.load(state, storage_reader=RetomaReader("s3://bucket/run"))
 
+Of several ranks each has a writer, and they commit one checkpoint together:
+
+    writer = RetomaWriter("s3://bucket/run", group=host_exchange())
+
 DCP keeps its metadata and every value that is no tensor as pickles. Here they are the typed JSON of any other
 checkpoint, so that `IncrementalCheckpointer` restores what DCP saved, and DCP loads what it saved.
 

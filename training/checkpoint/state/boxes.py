@@ -29,6 +29,15 @@ class Box(NamedTuple):
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def hull(self, other: Box) -> Box:
+        """The smallest box that holds both."""
+        starts = tuple(map(min, self.offsets, other.offsets))
+        stops = (
+            max(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Its place in the elements of a box that holds it."""
         starts = (mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True))
