@@ -126,7 +126,7 @@ class DcpSave(RankEngine):
             finish(*arguments, **named)
             self.commits_ms.append(1000 * (time.perf_counter() - started))
 
-        writer.finish = timed  # type: ignore[method-assign, assignment]
+        writer.finish = timed  # type: ignore[method-assign]
         return writer
 
 
