@@ -26,10 +26,9 @@ from benchmarks.measure import MB, size_of
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.manifest import Position
 from training.checkpoint.ranks.contribution import Outcome
-from training.checkpoint.ranks.tcp import TcpExchange
+from training.checkpoint.ranks.tcp import LOOPBACK, TcpExchange, host_store
 from training.checkpoint.state.parts import boxes_of
 from training.config import JobConfig, load_config
-from training.parallel.meeting import LOOPBACK, host_store
 from training.parallel.ranks import standing
 from training.state import model_state, optimizer_state
 from training.trainer import Trainer

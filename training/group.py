@@ -127,7 +127,8 @@ class Launcher:
         )
 
     def _start(self, others: list[Node]) -> LocalRanks:
-        from training.parallel.meeting import LOOPBACK, Meeting, host_store
+        from training.checkpoint.ranks.tcp import LOOPBACK, host_store
+        from training.parallel.meeting import Meeting
 
         config, wanted = self._spec.config, self._spec.gathering
         parallel = config.parallel.on(len(others) + 1)

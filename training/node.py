@@ -200,15 +200,21 @@ class Visit:
             self._start(word)
 
     def _start(self, order: Muster) -> None:
-        from training.parallel.meeting import Meeting, reach_store
+        from training.checkpoint.ranks.tcp import reach_store
+        from training.parallel.meeting import Meeting
 
         spec = RangeSpec.model_validate_json(order.line)
         if self._data is not None:
             spec = spec.model_copy(update={"data_folder": self._data})
-        local = LocalRanks(spec, self._folder, lambda _: None, self._pass_on)
-        store = reach_store(order.host, order.port)
-        local.start(Meeting(f"{spec.run}-{spec.token}", store, order.host, order.port, order.node, order.nodes))
-        self._local = local
+        try:
+            store = reach_store(order.host, order.port)
+        except RuntimeError as error:  # torch's, which tells of the address
+            print(f"cannot reach the store of the group: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the log
+            self.goes_on = False
+            return
+        self._local = LocalRanks(spec, self._folder, lambda _: None, self._pass_on)
+        place = order.host, order.port, order.node, order.nodes
+        self._local.start(Meeting(f"{spec.run}-{spec.token}", store, *place))
 
     def _pass_on(self, rank: int, line: bytes) -> None:
         with suppress(UnicodeDecodeError):

@@ -197,6 +197,7 @@ def test_many_ranks_save_one_chain_as_the_engine_does_and_load_their_parts(
     assert tensor_bytes(into["model"]["weight"]) == tensor_bytes(wholes(4)["weight"])  # type: ignore[index]
 
 
+@pytest.mark.soak
 def test_another_sharding_loads_it_and_goes_on_with_the_chain(tmp_path: Path) -> None:
     gang(4, save_only, str(tmp_path), "tp-fsdp", 3)
     gang(2, load_newest, str(tmp_path), "fsdp", 4)
@@ -362,6 +363,7 @@ def refuse(exchange: Exchange, folder: str) -> list[str]:
     return [f"{kind}: {message}" for kind, message, _ in found]
 
 
+@pytest.mark.soak
 def test_ranks_that_are_not_those_of_the_group_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     for one in gang(2, refuse, str(tmp_path)):
         alone, without_others, of_a_part, alone_again, without_collectives = one

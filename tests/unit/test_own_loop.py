@@ -170,6 +170,7 @@ def run_snippet(exchange: Exchange, folder: str) -> list[np.ndarray[Any, Any]]:
     return weights
 
 
+@pytest.mark.soak
 def test_the_loop_of_the_document_goes_on_where_it_was(tmp_path: Path) -> None:
     for first, second in gang(2, run_snippet, str(tmp_path)):
         assert np.array_equal(first, second)

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-LOOPBACK = "127.0.0.1"
-
-
-def host_store(address: str = LOOPBACK) -> tuple[Any, int]:
-    """A store for the ranks of a group, and its port. It ends with this process.
-
-    By itself torch's store would listen on every interface.
-    """
-    server = socket.create_server((address, 0))
-    port = server.getsockname()[1]
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-    )
-    return store, port
-
-
-def reach_store(address: str, port: int) -> Any:
-    """The store of a launcher on another node."""
-    return dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined] # the stubs do not export it
 
 
 class Meeting(RendezvousHandler):

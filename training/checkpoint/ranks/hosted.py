@@ -10,7 +10,6 @@ The process group is used once, to tell where the store is. No save uses it.
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 
 from training.checkpoint.ranks.exchange import Stopped, dead_key
-from training.checkpoint.ranks.tcp import CONNECT_SECONDS, TcpExchange
+from training.checkpoint.ranks.tcp import CONNECT_SECONDS, TcpExchange, host_store
 from training.errors import Invalid, Unavailable
 
 BEAT_SECONDS = 1.0
@@ -64,7 +63,7 @@ def host_exchange(
     server = None
     if rank == 0:
         try:
-            server, port = _serve(host)
+            server, port = host_store(host)
             told = [Place(host, port, secrets.randbelow(2**31))]
         except OSError as error:
             told = [f"rank 0 cannot host a store at {host}: {error}"]
@@ -199,13 +198,3 @@ def _beat(exchange: TcpExchange, silent_seconds: float, ending: threading.Event)
                 told = set(watch.dead)
     except Unavailable:
         return  # rank 0 is gone, and whoever waits for it finds the same
-
-
-def _serve(host: str) -> tuple[Any, int]:
-    """A store that listens on one address, as long as it is kept; and its port."""
-    listening = socket.create_server((host, 0))  # by itself the store would listen on every interface
-    port = listening.getsockname()[1]
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    return store, port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,10 +14,24 @@ from torch.distributed import DistStoreError
 from training.checkpoint.ranks.exchange import Stopped, not_in_time
 from training.errors import Unavailable
 
+LOOPBACK = "127.0.0.1"
 LOOK_SECONDS = 0.5  # between two looks whether to wait on
 CONNECT_SECONDS = 30.0
 OPERATION_SECONDS = 10.0
 T = TypeVar("T")
+
+
+def host_store(address: str = LOOPBACK) -> tuple[Any, int]:
+    """A store that listens on one address as long as it is kept, and its port. Raises `OSError`.
+
+    By itself torch's store would listen on every interface.
+    """
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, port
 
 
 class TcpExchange:
@@ -35,7 +50,7 @@ class TcpExchange:
         self.rank, self.size, self.taken = rank, size, False
         self._prefix = f"g{generation}/"
         self._place = f"{host}:{port}"
-        self._store = self._reach(lambda: _connect(host, port))
+        self._store = self._reach(lambda: reach_store(host, port))
 
     def post(self, key: str, data: bytes) -> None:
         """See `Exchange.post`."""
@@ -77,7 +92,8 @@ class TcpExchange:
             raise Unavailable(f"the store of the ranks does not answer at {self._place}: {error}") from error
 
 
-def _connect(host: str, port: int) -> Any:
+def reach_store(host: str, port: int) -> Any:
+    """A connection to the store of another process. Raises torch's errors."""
     store: Any = dist.TCPStore(  # type: ignore[attr-defined] # the stubs do not export it
         host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS)
     )
