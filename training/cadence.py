@@ -76,6 +76,7 @@ class Cadence:
         self._restore_seconds, self._clock = restore_seconds, clock
         self._saved_at = self._stepped_at = clock()
         self._stall_seconds: float | None = None
+        self._postponed = False
         self._steps: dict[bool, deque[float]] = {b: deque(maxlen=_RECENT_STEPS) for b in (False, True)}
         self._busy_steps = 0
         self._busy_before = False
@@ -87,14 +88,14 @@ class Cadence:
         self._busy_steps += busy
         self._busy_before, self._stepped_at = busy, now
 
-    def due(self, step: int) -> bool:
-        """Whether to save after optimizer step `step`, counted from 1 over the whole run."""
-        every, passed = self._config.every_steps, self._clock() - self._saved_at
-        if self._config.every_seconds is not None and passed >= self._config.every_seconds:
-            return True
-        if every == "auto":
-            return passed >= self.interval_seconds()
-        return every > 0 and step % every == 0
+    def due(self, step: int, possible: bool = True) -> bool:
+        """Whether to save after optimizer step `step`, counted from 1 over the whole run.
+
+        A save that comes due where none is possible is due where one is.
+        """
+        due = self._postponed or self._comes_due(step)
+        self._postponed = due and not possible
+        return due and possible
 
     def saved(self, stall_seconds: float | None) -> None:
         """A save was started; None if it was skipped."""
@@ -131,3 +132,11 @@ class Cadence:
             "failures": self._failures.count,
             "restore_seconds": round(self._restore_seconds, 3),
         }
+
+    def _comes_due(self, step: int) -> bool:
+        every, passed = self._config.every_steps, self._clock() - self._saved_at
+        if self._config.every_seconds is not None and passed >= self._config.every_seconds:
+            return True
+        if every == "auto":
+            return passed >= self.interval_seconds()
+        return every > 0 and step % every == 0

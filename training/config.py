@@ -132,6 +132,7 @@ class JobConfig(Frozen):
     @model_validator(mode="after")
     def _group_agrees(self) -> Self:
         """What every rank decides for itself must not depend on its own clock, or on its own disk."""
+        self._check_local_steps()
         if self.parallel.world == 1:
             return self
         if self.checkpoint.every_steps == "auto" or self.checkpoint.every_seconds is not None:
@@ -141,6 +142,16 @@ class JobConfig(Frozen):
         if self.precision == "fp16" and self.parallel.data != "ddp":
             raise ValueError(f"parallel.data: {self.parallel.data} scales no loss for fp16; take precision: bf16")
         return self
+
+    def _check_local_steps(self) -> None:
+        steps, most = self.parallel.local_steps, self.checkpoint.max_lost_steps
+        if most is not None and most < steps:
+            raise ValueError(
+                f"checkpoint.max_lost_steps {most} is less than parallel.local_steps {steps}, and between "
+                "synchronisations nothing is saved: raise the one, or lower the other"
+            )
+        if steps > 1 and self.precision == "fp16":
+            raise ValueError("parallel.local_steps: each rank would scale its loss for fp16; take precision: bf16")
 
     def identity(self) -> dict[str, Any]:
         """The part that changes the numbers. A checkpoint resumes only under an equal identity.
@@ -152,6 +163,9 @@ class JobConfig(Frozen):
         if self.parallel.compression is not None:
             names = {"compression", "powersgd_rank", "powersgd_start_steps"}
             found["compression"] = self.parallel.model_dump(mode="json", include=names)
+        if self.parallel.local_steps > 1:
+            names = {"local_steps", "local_after_steps", "outer", "outer_lr", "outer_momentum"}
+            found["local"] = self.parallel.model_dump(mode="json", include=names)
         return found
 
     def ranges(self) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from training.health import LossWatch, finite
 from training.ports import EVALUATION_DUE, Message
 from training.progress import Progress
 from training.stopping import StopRequest
-from training.trainer import Trainer
+from training.trainer import Step, Trainer
 
 
 def train_epochs(
@@ -58,6 +58,7 @@ def train_epochs(
     saver = _Saver(trainer, checkpointer, progress, position, watch)
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
     first_step = position.step + 1
+    trainer.start(position)
     with progress.until_the_end():
         if evaluation_due:
             cadence.saved(saver.evaluate(position, stop, cadence))
@@ -66,15 +67,19 @@ def train_epochs(
             while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
                 window = trainer.schedule.window_at(position)
                 progress.before_step(window, fresh)
-                loss = trainer.agree(trainer.optimizer_step(batches, window), stop)
+                loss = trainer.optimizer_step(batches, window)
                 position, fresh = trainer.schedule.after(position), False
-                saver.log(position, loss)
-                progress.step(position, loss)
+                if trainer.synchronises(position):
+                    progress.before_synchronisation()
+                steps = trainer.agree(position, loss, stop)
+                saver.log(steps)
+                progress.step(position, steps[-1].loss if steps else None)
                 if position.step == first_step:
                     checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
                 cadence.step()
                 saver.surface()
-                if cadence.due(position.step) and position.epoch == epoch and not stop.asked:
+                due = cadence.due(position.step, trainer.is_synchronised)
+                if due and position.epoch == epoch and not stop.asked:
                     cadence.saved(saver.save(position, cadence))
             if position.epoch > epoch:
                 cadence.saved(saver.evaluate(position, stop, cadence))
@@ -114,20 +119,27 @@ class _Saver:
             self._settle()  # forking while the encoder holds a lock could hang a worker
         return self._trainer.batches(position)
 
-    def log(self, position: Position, loss: Tensor) -> None:
+    def log(self, steps: Iterable[Step]) -> None:
         """Keep the loss of every n-th step. Counted by step, so that a resumed run logs the same ones."""
-        self._loss = loss
-        self._watch.step(position, loss)
-        if position.step % self._trainer.config.log_every_steps == 0:
-            values = {"train/loss": finite(loss, position), "train/learning_rate": self._trainer.learning_rate()}
-            self._points.append(MetricPoint(step=position.step, values=values))
+        for position, loss, learning_rate in steps:
+            self._loss = loss
+            self._watch.step(position, loss)
+            if learning_rate is not None:
+                values = {"train/loss": finite(loss, position), "train/learning_rate": learning_rate}
+                self._points.append(MetricPoint(step=position.step, values=values))
 
     def may_go_on(self, position: Position, stop: StopRequest, cadence: Cadence) -> bool:
-        """Return when another step is no step too many to lose; False if `stop` came first."""
-        most = self._trainer.config.checkpoint.max_lost_steps
-        while most is not None and self._unsaved_steps(position) >= most and not stop.asked:
+        """Return when the steps until the next save are none too many to lose; False if `stop` came first.
+
+        Where the ranks differ nothing can be saved, and nobody leaves.
+        """
+        if not self._trainer.is_synchronised:
+            return True
+        limit = self._trainer.config.checkpoint.max_lost_steps
+        most = math.inf if limit is None else limit - self._trainer.round_steps
+        while self._unsaved_steps(position) > most and not stop.asked:
             self._settle()
-            if self._unsaved_steps(position) >= most:
+            if self._unsaved_steps(position) > most:
                 cadence.saved(self.save(position, cadence))
         return not stop.asked
 

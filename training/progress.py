@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from training.allowance import STEPS_OF_SILENCE
 from training.checkpoint.manifest import Position
 from training.config import SupervisorConfig
 from training.errors import Fenced
@@ -43,7 +44,7 @@ class Progress:
         self._first_step_seconds = 0.0
         self._windows: set[int] = set()  # sizes of steps that were compiled for, if anything is compiled
         self._announced = False
-        self._stepped = self._told = clock()
+        self._stepped = self._told = self._agreed = clock()
         self._told_sample = position.sample
 
     def before_step(self, window_samples: int, new_batches: bool) -> None:
@@ -53,17 +54,30 @@ class Progress:
             self._announced = True
             self._report(Pause(what="first step", allowance_seconds=self._limits.first_step_seconds))
 
-    def step(self, position: Position, loss: Tensor) -> None:
-        """A step is done. Told after an announced one, and else at most every `BEAT_SECONDS`."""
+    def before_synchronisation(self) -> None:
+        """Announce the wait for ranks that were slower since all agreed, if that may be a long one."""
+        seconds = STEPS_OF_SILENCE * (self._clock() - self._agreed)
+        if seconds > self._limits.silence_seconds:
+            self._announced = True
+            self._report(Pause(what="synchronising", allowance_seconds=seconds))
+
+    def step(self, position: Position, loss: Tensor | None) -> None:
+        """A step is done. Told after an announced one, and else at most every `BEAT_SECONDS`.
+
+        Args:
+            position: what comes next.
+            loss: that the ranks have agreed on; None: not yet.
+        """
         now = self._clock()
         if self._announced:
             self._first_step_seconds = now - self._stepped
         else:
             self._steps.append(now - self._stepped)
         self._stepped, self._position = now, position
+        self._agreed = self._agreed if loss is None else now
         if self._announced or now - self._told >= BEAT_SECONDS:
             self._announced = False
-            self._loss = finite(loss, position)
+            self._loss = finite(loss, position) if loss is not None else self._loss
             self._rate = (position.sample - self._told_sample) / max(now - self._told, 1e-9)
             self._told, self._told_sample = now, position.sample
             self._beat()
@@ -76,7 +90,7 @@ class Progress:
         yield
         now = self._clock()
         self._told += now - paused
-        self._stepped = now
+        self._stepped = self._agreed = now
         self._beat()
 
     @contextmanager

@@ -101,7 +101,7 @@ def train_range(
             )
         )
         if config.checkpoint.overlap_copy:
-            checkpointer.overlap(trainer.model, trainer.optimizer)
+            checkpointer.overlap(trainer.model, *trainer.optimizers)
         last = config.epochs if stop is None else min(stop, config.epochs)
         evaluation_due = restored is not None and bool(restored.manifest.meta.get(EVALUATION_DUE))
         position, metrics = train_epochs(

@@ -21,6 +21,7 @@ from training.sharding import placed_like
 
 if TYPE_CHECKING:
     from training.parallel.compression import Residuals
+    from training.parallel.local import LocalSteps
     from training.parallel.ranks import Ranks
 
 _COMPILED = "_orig_mod."
@@ -36,6 +37,7 @@ class TrainingState:
     scaler: torch.amp.GradScaler | None = None
     ranks: Ranks | None = None
     residuals: Residuals | None = None
+    local: LocalSteps | None = None
     _boxes: Mapping[str, Box] | None = None
 
     def capture(self) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class TrainingState:
             Invalid: a parameter of the optimizer is not one of the model's.
         """
         own = capture_randomness()
-        found = {
+        found: dict[str, Any] = {
             "model": model_state(self.model),
             "optimizer": optimizer_state(self.optimizer, self.model),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -54,6 +56,10 @@ class TrainingState:
         }
         if self.residuals is not None:
             found["residuals"] = PerRank(self.residuals.capture())
+        if self.local is not None:
+            if self.local.moments_differ:
+                found["optimizer"]["state"] = PerRank(found["optimizer"]["state"])
+            found["outer"] = self.local.capture()
         return found
 
     def apply(self, state: Mapping[str, Any], saved_by: int = 1) -> None:
@@ -67,7 +73,12 @@ class TrainingState:
             Invalid: names, shapes or dtypes differ from those of the live objects; they are listed.
         """
         apply_model(self.model, state["model"])
-        apply_optimizer(self.optimizer, self.model, state["optimizer"])
+        optimizer = state["optimizer"]
+        if self.local is not None:
+            optimizer = {**optimizer, "state": self.local.moments(optimizer["state"], saved_by)}
+            _check_names("outer", self.local.capture(), state["outer"])
+            self.local.apply(state["outer"])
+        apply_optimizer(self.optimizer, self.model, optimizer)
         for name, live in (("scheduler", self.scheduler), ("scaler", self.scaler)):
             saved = state[name]
             if (saved is None) != (live is None):
@@ -115,13 +126,18 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {_clean(name): value for name, value in unwrapped(model).state_dict().items()}
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that have gradients, under the user's own names. Tied ones appear once."""
+    return {_clean(name): p for name, p in unwrapped(model).named_parameters() if p.requires_grad}
+
+
 def finite_paths(model: nn.Module) -> list[str]:
-    """Keys of what must be finite in a captured state: parameters and the optimizer's state.
+    """Keys of what must be finite in a captured state: parameters and the states of the optimizers.
 
     Not buffers: a mask of -inf is legitimate.
     """
     names = (_clean(name) for name, _ in unwrapped(model).named_parameters(remove_duplicate=False))
-    return ["optimizer/state", *(f"model/{name.replace('~', '~0').replace('/', '~1')}" for name in names)]
+    return ["optimizer/state", "outer", *(f"model/{name.replace('~', '~0').replace('/', '~1')}" for name in names)]
 
 
 def apply_model(model: nn.Module, state: Mapping[str, Any]) -> None:

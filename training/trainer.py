@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,24 @@ from training.state import TrainingState, apply_model, finite_paths, unwrapped
 from training.stopping import GroupStop, StopRequest
 
 if TYPE_CHECKING:
+    from training.parallel.local import LocalSteps
     from training.parallel.ranks import Ranks
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Step(NamedTuple):
+    """An optimizer step that is done, and what all ranks know of it.
+
+    Attributes:
+        position: what comes next.
+        loss: over all of its samples; a 0-dim tensor.
+        learning_rate: of the first parameter group, for the step after it; None: the step is not one to be logged.
+    """
+
+    position: Position
+    loss: Tensor
+    learning_rate: float | None
 
 
 class Trainer:
@@ -53,6 +68,12 @@ class Trainer:
             from training.parallel.wrap import cut  # one rank alone never pays for it
 
             self.model, residuals = cut(self.model, self.job, ranks, config.precision)
+        self.local: LocalSteps | None = None
+        if config.parallel.local_steps > 1:
+            from training.parallel.local import LocalSteps
+
+            self.local = LocalSteps(self.model, config.parallel, ranks.size if ranks is not None else 1)
+        self._unagreed: list[Step] = []
         self.optimizer = self.job.optimizer(self.model)
         self.dataset = self.job.train_data()
         samples = len(cast("Any", self.dataset))
@@ -61,7 +82,7 @@ class Trainer:
         self.schedule = Schedule(samples, config.batch_size, config.accumulate_batches)
         scheduler = self.job.scheduler(self.optimizer, self.total_steps)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler, ranks, residuals)
+        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler, ranks, residuals, self.local)
         self.model.train()
         self.seed()  # again: what model() drew must not matter for what follows
 
@@ -74,6 +95,26 @@ class Trainer:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.schedule.steps_per_epoch * self.config.epochs
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Whose steps change the state."""
+        return (self.optimizer, *(self.local.outer_optimizers if self.local is not None else ()))
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether all ranks have the same weights now: what can be saved, evaluated and left."""
+        return self.local is None or self.local.is_synchronised
+
+    @property
+    def round_steps(self) -> int:
+        """Steps until that is so again, at most."""
+        return 1 if self.local is None else self.local.round_steps
+
+    def start(self, position: Position) -> None:
+        """The state is at `position` now: train from there."""
+        if self.local is not None:
+            self.local.start(position.step)
 
     def seed(self) -> None:
         """The generators as a rank has them that is new at this point: each rank its own."""
@@ -102,6 +143,7 @@ class Trainer:
             The loss, a 0-dim tensor on the device; reading it waits for the device.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        model, scale = self._replica_and_scale(window_samples)
         total = torch.zeros((), device=self.device)
         left = window_samples
         while left > 0:
@@ -109,21 +151,38 @@ class Trainer:
             left -= count
             batch = to_device(next(batches), self.device)
             # of this rank's samples the mean, by its share of the window: the sum over all ranks is a plain mean
-            weight = share(count, self._data_rank, self._data_ranks) / window_samples
+            weight = self._share(count) / window_samples
             with self._syncing(last=left == 0):
                 with self._autocast():
-                    loss = self.job.loss(self.model, batch) * weight
-                scaled = loss * self._data_ranks  # gradients are averaged over the ranks
+                    loss = self.job.loss(model, batch) * weight
+                scaled = loss * scale
                 cast("Callable[[], None]", (self.scaler.scale(scaled) if self.scaler else scaled).backward)()
             total += loss.detach()
         self._apply_gradients()
         return total
 
-    def agree(self, loss: Tensor, stop: StopRequest) -> Tensor:
-        """The loss over all samples of the step; and all ranks know whether one of them was asked to stop."""
-        if self.ranks is not None:
-            loss, stop.asked = self.ranks.reduce(loss, isinstance(stop, GroupStop) and stop.wished)
-        return loss
+    def synchronises(self, position: Position) -> bool:
+        """Whether local steps end with the one that led to `position`."""
+        return self.local is not None and self.local.synchronises(last=self.schedule.offset(position) == 0)
+
+    def agree(self, position: Position, loss: Tensor, stop: StopRequest) -> list[Step]:
+        """The step that led to `position` is done: what do all ranks know now? Also whether one is asked to stop.
+
+        Returns:
+            The steps since they agreed last; none where each rank goes on for itself.
+        """
+        logged = position.step % self.config.log_every_steps == 0
+        self._unagreed.append(Step(position, loss, self.learning_rate() if logged else None))
+        if self.local is not None:
+            self.local.stepped(last=self.schedule.offset(position) == 0)
+            if not self.local.is_synchronised:
+                return []
+        steps, self._unagreed = self._unagreed, []
+        if self.ranks is None:
+            return steps
+        wish = isinstance(stop, GroupStop) and stop.wished
+        losses, stop.asked = self.ranks.reduce(torch.stack([step.loss for step in steps]), wish)
+        return [step._replace(loss=loss) for step, loss in zip(steps, losses.unbind(), strict=True)]
 
     def evaluate(self, stop: StopRequest | None = None) -> dict[str, float] | None:
         """Metrics of the job; None if `stop` came first. Generators and the modules' modes stay as they were."""
@@ -163,8 +222,28 @@ class Trainer:
     def _data_ranks(self) -> int:
         return self.config.parallel.data_ranks if self.ranks is not None else 1
 
+    def _share(self, count: int) -> int:
+        return share(count, self._data_rank, self._data_ranks)
+
+    @property
+    def _sums_gradients(self) -> bool:
+        return self.ranks is not None and (self.local is None or self.local.sums_gradients)
+
+    def _replica_and_scale(self, window_samples: int) -> tuple[torch.nn.Module, float]:
+        """What takes the next step on this rank, and the factor of its share of the loss.
+
+        Summed gradients are averaged over the ranks. A rank that steps for itself takes its own samples' mean.
+        """
+        if self._sums_gradients or self.local is None:
+            return self.model, self._data_ranks
+        from training.parallel.wrap import replica
+
+        whole, rest = divmod(window_samples, self.config.batch_size)
+        own = whole * self._share(self.config.batch_size) + self._share(rest)
+        return replica(self.model), window_samples / max(own, 1)
+
     def _syncing(self, *, last: bool) -> AbstractContextManager[Any]:
-        if self.ranks is None:
+        if not self._sums_gradients:
             return nullcontext()
         from training.parallel.wrap import without_sync
 

@@ -48,6 +48,11 @@ def test_more_failures_and_cheaper_saves_mean_shorter_intervals() -> None:
     assert best_interval_seconds(0.01, 3600, 5) < best_interval_seconds(1, 3600, 5)
 
 
+def test_a_save_that_comes_due_between_synchronisations_is_due_at_the_next() -> None:
+    cadence = Cadence(CheckpointConfig(every_steps=5), Saves())
+    assert [step for step in range(1, 21) if cadence.due(step, possible=step % 4 == 0)] == [8, 12, 16, 20]
+
+
 def test_steps_and_seconds_are_obeyed() -> None:
     clock = Clock()
     cadence = Cadence(CheckpointConfig(every_steps=5, every_seconds=30), Saves(), clock=clock)

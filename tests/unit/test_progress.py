@@ -159,3 +159,20 @@ def test_a_wish_interrupts_what_can_be_done_again_once_and_nothing_else() -> Non
 
 def test_a_job_does_not_catch_the_interruption_by_accident() -> None:
     assert not issubclass(Interrupted, Exception)
+
+
+def test_a_wait_for_slower_ranks_is_announced_if_it_may_be_longer_than_silence(loop: Loop) -> None:
+    loop.step(0.5)
+    for _ in range(3):  # steps whose loss the ranks have not agreed on yet
+        loop.now += 1.0
+        loop.at += 1
+        loop.progress.step(Position(step=loop.at), None)
+    assert loop.beats()[-1].loss == 0.5, "the newest that is known"
+    loop.now += 1.0
+    loop.progress.before_synchronisation()
+    assert loop.pauses()[-1] == ("synchronising", 16.0), "four times as long as it took this rank"
+    loop.progress.step(Position(step=5), LOSS)
+    assert loop.beats()[-1].position.step == 5, "told at once"
+    loop.now += 1.0
+    loop.progress.before_synchronisation()
+    assert len(loop.pauses()) == 2, "the usual silence is longer than such a round"

@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # of DiLoCo, arXiv 2311.08105
+
 
 class ParallelConfig(BaseModel):
     """How a training is cut over ranks. The default, one rank, is a single process that pays for none of it."""
@@ -29,6 +31,15 @@ class ParallelConfig(BaseModel):
     compression: Literal["fp16", "powersgd"] | None = Field(None, description="ddp: gradients, on the wire only")
     powersgd_rank: int = Field(1, ge=1, description="of the approximation")
     powersgd_start_steps: int = Field(10, ge=2, description="steps without compression at first")
+    local_steps: int = Field(
+        1, ge=1, description="ddp: steps that a rank takes for itself between synchronisations; 1: none"
+    )
+    local_after_steps: int = Field(0, ge=0, description="steps whose gradients are summed, before local ones begin")
+    outer: Literal["average", "nesterov"] = Field(
+        "average", description="local steps end in the mean of the weights, or in a step towards it with momentum"
+    )
+    outer_lr: float = Field(OUTER_LR, gt=0, description="nesterov: learning rate of that step")
+    outer_momentum: float = Field(OUTER_MOMENTUM, gt=0, lt=1, description="nesterov: its momentum")
     collective_timeout_seconds: float = Field(
         60.0, gt=0, description="a collective that takes longer ends the group; a hung rank is found much sooner"
     )
@@ -51,6 +62,20 @@ class ParallelConfig(BaseModel):
         if self.data == "ddp" and self.tensor > 1 and self.data_ranks > 1:
             raise ValueError("tensor parallelism with several data-parallel ranks needs data: fsdp")
         self._fits_its_nodes()
+        return self
+
+    @model_validator(mode="after")
+    def _local_steps_fit(self) -> Self:
+        """Each rule names what to change."""
+        if self.outer != "nesterov" and (self.outer_lr, self.outer_momentum) != (OUTER_LR, OUTER_MOMENTUM):
+            raise ValueError(f"outer_lr and outer_momentum belong to outer: nesterov, not to {self.outer}")
+        if self.local_steps == 1:
+            if self.local_after_steps or self.outer != "average":
+                raise ValueError("local_after_steps and outer belong to local_steps >= 2")
+        elif self.data != "ddp" or self.tensor > 1:
+            raise ValueError(f"local_steps {self.local_steps} needs whole replicas: data: ddp, and no tensor")
+        elif self.compression is not None:
+            raise ValueError(f"local_steps {self.local_steps} sums no gradients to compress: drop compression")
         return self
 
     def _fits_its_nodes(self) -> None:

@@ -45,14 +45,18 @@ class Ranks:
         """Which samples this rank sees: its place among those that see different ones."""
         return self.rank // self.config.tensor
 
-    def reduce(self, loss: Tensor, wish: bool) -> tuple[Tensor, bool]:
-        """The sum of the losses over all samples of the step, and whether any rank has a wish.
+    def reduce(self, losses: Tensor, wish: bool) -> tuple[Tensor, bool]:
+        """The sums of the losses of steps over all their samples, and whether any rank has a wish.
 
-        The same on every rank, bit for bit. Once a step: nobody goes on before all have done it.
+        The same on every rank, bit for bit. Nobody goes on before all have done it.
+
+        Args:
+            losses: of shape (steps,), what this rank's samples add to each.
+            wish: of this rank.
         """
-        told = torch.stack([loss.double(), torch.tensor(float(wish), dtype=torch.float64, device=loss.device)])
+        told = torch.cat([losses.double(), losses.new_full((1,), float(wish), dtype=torch.float64)])
         dist.all_reduce(told)
-        return (told[0] / self.config.tensor).to(loss.dtype), bool(told[1].item())
+        return (told[:-1] / self.config.tensor).to(losses.dtype), bool(told[-1].item())
 
 
 @contextmanager

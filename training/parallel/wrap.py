@@ -29,8 +29,8 @@ def cut(model: nn.Module, job: Job[Any], ranks: Ranks, precision: str) -> tuple[
     if config.activation_checkpointing:
         _recompute(model, job)
     if config.data == "ddp":
-        if config.data_ranks == 1:
-            return model, None
+        if config.data_ranks == 1 or (config.local_steps > 1 and not config.local_after_steps):
+            return model, None  # no gradient is ever summed
         # After its first step DDP puts gradients into other buckets, unless it looks for unused parameters. In a
         # ring of three the bucket says in which order a sum is taken: a resume would not be the same run.
         devices = [ranks.device] if ranks.device.type == "cuda" else None
@@ -48,6 +48,11 @@ def without_sync(model: nn.Module, *, last: bool) -> AbstractContextManager[None
     if hasattr(model, "set_requires_gradient_sync"):
         cast("Any", model).set_requires_gradient_sync(last)
     return nullcontext()
+
+
+def replica(model: nn.Module) -> nn.Module:
+    """The model without what sums its gradients over the ranks, or compares anything else between them."""
+    return cast("nn.Module", model.module) if isinstance(model, DistributedDataParallel) else model
 
 
 def _shard(model: nn.Module, job: Job[Any], mesh: Any, precision: str) -> None:
