@@ -75,6 +75,13 @@ class Job(ABC, Generic[P]):
         del model
         return {}
 
+    def sequence_plan(self, model: nn.Module, ranks: int) -> dict[str, Any]:
+        """As `tensor_plan`, all of it, for `parallel.sequence`: between the layers that `ranks` ranks share, each
+        of them holds a part of the sequence (`SequenceParallel`, `PrepareModuleInput`, `PrepareModuleOutput`).
+        """
+        del model, ranks
+        return {}
+
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Metrics of the model in eval mode on data that it was not trained on."""

@@ -70,6 +70,40 @@ class CharGpt(Job[GptParams]):
             plan |= {f"blocks.{number}.mlp_in": ColwiseParallel(), f"blocks.{number}.mlp_out": RowwiseParallel()}
         return plan
 
+    def sequence_plan(self, model: nn.Module, ranks: int) -> dict[str, Any]:
+        """The same, and norms, dropout and residual branches see a part of the bytes; attention sees them all."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            PrepareModuleOutput,
+            RowwiseParallel,
+            SequenceParallel,
+        )
+
+        if self.params.context % ranks:
+            raise Invalid(f"context {self.params.context} is no multiple of parallel.tensor, {ranks}")
+        all_of_it, part = Replicate(), Shard(1)
+        gather = PrepareModuleInput(input_layouts=part, desired_input_layouts=all_of_it, use_local_output=True)
+        plan: dict[str, Any] = {
+            "blocks": PrepareModuleInput(
+                input_layouts=all_of_it, desired_input_layouts=part, use_local_output=True
+            ),
+            "norm": SequenceParallel(),
+            "head": gather,
+        }
+        for number in range(len(cast("Gpt", model).blocks)):
+            block = {
+                "attention_norm": SequenceParallel(),
+                "qkv": gather,
+                "attention_out": PrepareModuleOutput(output_layouts=all_of_it, desired_output_layouts=part),
+                "mlp_norm": SequenceParallel(),
+                "mlp_in": ColwiseParallel(input_layouts=part),
+                "mlp_out": RowwiseParallel(output_layouts=part),
+            }
+            plan |= {f"blocks.{number}.{name}": style for name, style in block.items()}
+        return plan
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         """AdamW; `parameters()` names the tied weight once."""
         matrices = [p for p in model.parameters() if p.dim() >= 2]

@@ -25,6 +25,9 @@ class ParallelConfig(BaseModel):
     )
     replicas: int = Field(1, ge=1, description="hsdp: replicas, each of which is sharded")
     tensor: int = Field(1, ge=1, description="ranks that share each layer, by the job's tensor_plan()")
+    sequence: bool = Field(
+        False, description="ranks that share layers hold a part of the sequence each between them: sequence_plan()"
+    )
     activation_checkpointing: bool = Field(
         False, description="the job's blocks() are computed again in the backward pass instead of being kept"
     )
@@ -61,6 +64,8 @@ class ParallelConfig(BaseModel):
             raise ValueError(f"compression {self.compression} is a hook of ddp without tensor parallelism")
         if self.data == "ddp" and self.tensor > 1 and self.data_ranks > 1:
             raise ValueError("tensor parallelism with several data-parallel ranks needs data: fsdp")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence belongs to tensor >= 2: the ranks that share layers share the sequence")
         self._fits_its_nodes()
         return self
 

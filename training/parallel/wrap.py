@@ -25,7 +25,7 @@ def cut(model: nn.Module, job: Job[Any], ranks: Ranks, precision: str) -> tuple[
     """
     config, mesh = ranks.config, ranks.mesh
     if config.tensor > 1:
-        _share_layers(model, job, mesh["tp"])
+        _share_layers(model, job, mesh["tp"], sequence=config.sequence)
     if config.activation_checkpointing:
         _recompute(model, job)
     if config.data == "ddp":
@@ -67,14 +67,15 @@ def _shard(model: nn.Module, job: Job[Any], mesh: Any, precision: str) -> None:
     fully_shard(model, **options)
 
 
-def _share_layers(model: nn.Module, job: Job[Any], mesh: Any) -> None:
+def _share_layers(model: nn.Module, job: Job[Any], mesh: Any, *, sequence: bool) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    plan = job.tensor_plan(model)
+    plan = job.sequence_plan(model, mesh.size()) if sequence else job.tensor_plan(model)
     if not plan:
+        name, off = ("sequence", "false") if sequence else ("tensor", "1")
         raise Invalid(
-            f"parallel.tensor needs a plan, and {type(job).__name__} gives none",
-            hint="write tensor_plan() in the job, or set parallel.tensor=1",
+            f"parallel.{name} needs a plan, and {type(job).__name__} gives none",
+            hint=f"write {name}_plan() in the job, or set parallel.{name}={off}",
         )
     parallelize_module(model, mesh, plan)
 

@@ -11,13 +11,16 @@ import torch
 
 from tests.support.cuts import gpt_config, write_corpus
 from tests.support.gang import gang
+from training.checkpoint.manifest import Position
 from training.checkpoint.ranks.exchange import Exchange
 from training.checkpoint.restore import restore_newest
 from training.checkpoint.store import LocalStore
 from training.config import JobConfig, parse_config
 from training.errors import Invalid
+from training.jobs.char_gpt import CharGpt, GptParams
 from training.parallel.ranks import standing
 from training.session import train_range
+from training.trainer import Trainer
 
 pytestmark = pytest.mark.xdist_group("ranks")  # each of them needs more processes than there are cores
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -31,6 +34,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hsdp": {"world": 4, "data": "hsdp", "replicas": 2},
     "tp": {"world": 2, "tensor": 2},
     "tp-fsdp": {"world": 4, "data": "fsdp", "tensor": 2},
+    "sequence": {"world": 2, "tensor": 2, "sequence": True},
+    "sequence-recomputed": {"world": 2, "tensor": 2, "sequence": True, "activation_checkpointing": True},
+    "sequence-fsdp": {"world": 4, "data": "fsdp", "tensor": 2, "sequence": True},
 }
 # relative to the largest weight; sums over ranks come in another order, and Adam makes small gradients large
 ROUNDING = 2e-4
@@ -88,6 +94,42 @@ def test_a_strategy_trains_as_one_rank_alone_and_resumes_to_the_bit(
         assert np.abs(found[name] - value).max() <= limit, name
 
 
+def shapes_seen(exchange: Exchange, config: JobConfig, data: str) -> dict[str, Any]:
+    """What this rank holds of the activations of a step: local shapes, and how those are cut that tell."""
+    trainer = Trainer(config, Path(data), standing(config.parallel, exchange, torch.device("cpu")))
+    seen: dict[str, Any] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            local = output.to_local() if hasattr(output, "to_local") else output
+            seen[name] = (tuple(local.shape), str(getattr(output, "placements", "")))
+
+        return hook
+
+    for name in ("blocks.0", "blocks.0.mlp_norm", "blocks.0.drop", "blocks.0.qkv", "head"):
+        trainer.model.get_submodule(name).register_forward_hook(note(name))
+    trainer.optimizer_step(trainer.batches(Position()), 4)
+    return seen
+
+
+def test_ranks_that_share_the_sequence_hold_a_part_of_it(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    for seen in gang(2, shapes_seen, config_of("sequence"), str(corpus)):
+        assert seen == {
+            "blocks.0": ((4, 8, 16), ""),  # samples, bytes, width; a context has 16 bytes
+            "blocks.0.mlp_norm": ((4, 8, 16), "(Shard(dim=1),)"),
+            "blocks.0.drop": ((4, 8, 16), ""),
+            "blocks.0.qkv": ((4, 16, 48), ""),
+            "head": ((4, 16, 256), ""),
+        }
+
+
+def test_a_sequence_that_has_no_equal_parts_is_refused_by_name() -> None:
+    job = CharGpt(GptParams(context=15), None)
+    with pytest.raises(Invalid, match="context 15 is no multiple"):
+        job.sequence_plan(job.model(), 2)
+
+
 @pytest.mark.parametrize(
     ("parallel", "named"),
     [
@@ -96,6 +138,7 @@ def test_a_strategy_trains_as_one_rank_alone_and_resumes_to_the_bit(
         ({"world": 2, "replicas": 2}, "replicas belong to hsdp, not to ddp"),
         ({"world": 2, "data": "fsdp", "compression": "fp16"}, "compression fp16 is a hook of ddp"),
         ({"world": 4, "tensor": 2}, "needs data: fsdp"),
+        ({"world": 2, "sequence": True}, "sequence belongs to tensor >= 2"),
         ({"wrold": 2}, "unknown key 'parallel.wrold'; did you mean 'world'"),
     ],
 )
