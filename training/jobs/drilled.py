@@ -86,6 +86,10 @@ class Drilled(Job[DrilledParams]):
         """Its plan."""
         return self.inside.tensor_plan(model)
 
+    def sequence_plan(self, model: nn.Module, ranks: int) -> dict[str, Any]:
+        """Its plan that shares the sequence, too."""
+        return self.inside.sequence_plan(model, ranks)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Its metrics."""
         return self.inside.evaluate(model)
