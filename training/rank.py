@@ -125,13 +125,15 @@ class Line:
             self._send(Alive())
 
     def _listen(self) -> None:
-        with self._socket.makefile("rb") as words:
-            for word in words:
-                if word == STOP:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                elif word == TELL:
-                    self._send(_collectives())
-        os._exit(128 + signal.SIGKILL)
+        try:
+            with self._socket.makefile("rb") as words:
+                for word in words:
+                    if word == STOP:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    elif word == TELL:
+                        self._send(_collectives())
+        finally:  # a launcher that died with our words unread resets the connection
+            os._exit(128 + signal.SIGKILL)
 
     def _send(self, word: Word) -> None:
         with self._lock, contextlib.suppress(OSError):  # a launcher that is gone is found by `_listen`

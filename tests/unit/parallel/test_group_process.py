@@ -91,24 +91,6 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(scene: Scene)
 
 
 @pytest.mark.soak
-def test_asked_to_leave_all_ranks_commit_the_same_step(scene: Scene) -> None:
-    scene.tell("slow", 0.1)
-    group = scene.start()
-    group.until_step(2)
-    group.process.terminate()
-    last = group.end()
-    assert isinstance(last, Failed)
-    assert last.error == "Preempted"
-    head = read_lineage(group.store).head
-    assert head is not None
-    assert f"step {head.manifest.position.step} is committed" in last.message
-    scene.quick()
-    again = scene.start().end()
-    assert isinstance(again, Done)
-    assert again.state_digest == scene.straight().state_digest
-
-
-@pytest.mark.soak
 def test_an_error_of_the_job_is_told_as_it_is_and_with_its_rank(scene: Scene) -> None:
     scene.tell("fail", 1)
     last = scene.start().end()
