@@ -79,6 +79,7 @@ class Publisher:
         self._closing = False
         self._started: dict[int, dict[str, Any]] = {}
         self._ended: dict[int, Ended] = {}
+        self._profiles: list[str] = []
         self._failures = 0
         self._error: str | None = None
         self._pictured_seconds = -PICTURE_SECONDS
@@ -94,6 +95,12 @@ class Publisher:
         with self._changed:
             self._due = True
             self._changed.notify_all()
+
+    def profiled(self, path: str) -> None:
+        """Say that a profile was written. Returns at once; the file must stay until `close`."""
+        with self._changed:
+            self._profiles.append(path)
+        self.notify()
 
     def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         """Say who works on the epochs `[start, stop)` with this token. Returns at once."""
@@ -122,6 +129,10 @@ class Publisher:
             self._thread.join(timeout_seconds)
         if self._thread.is_alive():  # in a request that MLflow does not answer; it dies with the process
             self._error = self._error or f"MLflow did not answer within {timeout_seconds:g} s"
+        if self._profiles:
+            logger.warning(
+                "%s profiles of run %s did not reach MLflow and are lost", len(self._profiles), self._run
+            )
         if self._error:
             with contextlib.suppress(RetomaError):
                 self._reconciler.note_unregistered()
@@ -154,6 +165,9 @@ class Publisher:
         picture = last or bool(ended) or now - self._pictured_seconds >= PICTURE_SECONDS
         try:
             self._reconciler.reconcile(ended, started, picture=picture)
+            while self._profiles:
+                self._reconciler.add_profile(self._profiles[0])
+                del self._profiles[0]
         except Exception as error:  # noqa: BLE001  no fault of publishing may end a training
             self._note_failure(error)
             return

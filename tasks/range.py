@@ -56,6 +56,7 @@ class RangeSupervisor:
     on_progress: Callable[[Progress], None]
     logger: logging.Logger | logging.LoggerAdapter[Any]
     command: Sequence[str] | None = None  # default: by the number of ranks
+    profile_folder: Path | None = None  # of the profiles, until they are published
 
     def __post_init__(self) -> None:
         order = self.order
@@ -220,6 +221,7 @@ class RangeSupervisor:
             data_folder=str(data_folder) if data_folder else None,
             data_version=order.data_version.model_dump() if order.data_version else {},
             expected=self.expected,
+            profile_folder=str(self.profile_folder) if self.profile_folder else None,
         )
         self.child = Child(
             self.command or (GROUP_COMMAND if order.config.parallel.world > 1 else TRAINING_COMMAND),

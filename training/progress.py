@@ -43,6 +43,7 @@ class Progress:
         self._first_step_seconds = 0.0
         self._windows: set[int] = set()  # sizes of steps that were compiled for, if anything is compiled
         self._announced = False
+        self._trained_seconds, self._trained_samples = 0.0, 0
         self._stepped = self._told = clock()
         self._told_sample = position.sample
 
@@ -60,6 +61,8 @@ class Progress:
             self._first_step_seconds = now - self._stepped
         else:
             self._steps.append(now - self._stepped)
+            self._trained_seconds += now - self._stepped
+            self._trained_samples += position.sample - self._position.sample
         self._stepped, self._position = now, position
         if self._announced or now - self._told >= BEAT_SECONDS:
             self._announced = False
@@ -67,6 +70,15 @@ class Progress:
             self._rate = (position.sample - self._told_sample) / max(now - self._told, 1e-9)
             self._told, self._told_sample = now, position.sample
             self._beat()
+
+    def take_speed(self) -> float | None:
+        """Samples per second in the steps since the last call; None: there was none.
+
+        Steps only: neither announced ones, which compile or start loaders, nor pauses.
+        """
+        seconds, samples = self._trained_seconds, self._trained_samples
+        self._trained_seconds, self._trained_samples = 0.0, 0
+        return samples / seconds if seconds else None
 
     @contextmanager
     def pause(self, what: str, allowance_seconds: float) -> Iterator[None]:

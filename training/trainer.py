@@ -66,6 +66,11 @@ class Trainer:
         self.seed()  # again: what model() drew must not matter for what follows
 
     @property
+    def rank(self) -> int:
+        """In the group; 0 for one rank alone."""
+        return self.ranks.rank if self.ranks is not None else 0
+
+    @property
     def must_be_finite(self) -> list[str]:
         """Keys of the tensors that a healthy state has no NaN or infinity in."""
         return finite_paths(self.model)
@@ -101,6 +106,8 @@ class Trainer:
         Returns:
             The loss, a 0-dim tensor on the device; reading it waits for the device.
         """
+        if self.ranks is not None:
+            self.ranks.own_time.begin()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         left = window_samples
@@ -114,7 +121,7 @@ class Trainer:
                 with self._autocast():
                     loss = self.job.loss(self.model, batch) * weight
                 scaled = loss * self._data_ranks  # gradients are averaged over the ranks
-                cast("Callable[[], None]", (self.scaler.scale(scaled) if self.scaler else scaled).backward)()
+                self._backward(self.scaler.scale(scaled) if self.scaler else scaled)
             total += loss.detach()
         self._apply_gradients()
         return total
@@ -141,6 +148,12 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def _backward(self, loss: Tensor) -> None:
+        if self.ranks is not None:
+            self.ranks.own_time.backward(loss, self.model)
+        else:
+            cast("Callable[[], None]", loss.backward)()
 
     def _apply_gradients(self) -> None:
         if self.config.clip_grad_norm is not None:

@@ -24,7 +24,14 @@ ROOT = Path(__file__).parents[2]
 class Launched:
     """`python -m training.group` (or `.process`) on one attempt at all epochs of a run."""
 
-    def __init__(self, config: JobConfig, store: Path, data: Path, module: str = "training.group") -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        store: Path,
+        data: Path,
+        module: str = "training.group",
+        profile_folder: Path | None = None,
+    ) -> None:
         self.config, self.store = config, LocalStore(store)
         mark_run(self.store, "r")
         self.token = claim(self.store, "r", {})
@@ -36,6 +43,7 @@ class Launched:
             store_url=self.store.url,
             config=config,
             data_folder=str(data),
+            profile_folder=str(profile_folder) if profile_folder else None,
         )
         reading, writing = os.pipe()
         self.log = store.with_suffix(f".{self.token}.log")

@@ -117,6 +117,7 @@ class Notes:
         self.started: list[int] = []
         self.ended: list[tuple[int, str, str]] = []
         self.notified = 0
+        self.profiles: list[str] = []
 
     def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         self.started.append(token)
@@ -126,6 +127,9 @@ class Notes:
 
     def notify(self) -> None:
         self.notified += 1
+
+    def profiled(self, path: str) -> None:
+        self.profiles.append(path)
 
 
 class Bench:
