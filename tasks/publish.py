@@ -165,9 +165,6 @@ class Publisher:
         picture = last or bool(ended) or now - self._pictured_seconds >= PICTURE_SECONDS
         try:
             self._reconciler.reconcile(ended, started, picture=picture)
-            while self._profiles:
-                self._reconciler.add_profile(self._profiles[0])
-                del self._profiles[0]
         except Exception as error:  # noqa: BLE001  no fault of publishing may end a training
             self._note_failure(error)
             return
@@ -177,6 +174,20 @@ class Publisher:
         with self._changed:  # what was told in the meantime stays
             self._started = {k: v for k, v in self._started.items() if started.get(k) != v}
             self._ended = {k: v for k, v in self._ended.items() if ended.get(k) != v}
+        self._upload_profiles()
+
+    def _upload_profiles(self) -> None:
+        """Those that MLflow is away for wait; one that it does not take is left out."""
+        assert self._reconciler is not None  # noqa: S101  no thread without it
+        while self._profiles:
+            try:
+                self._reconciler.add_profile(self._profiles[0])
+            except Unavailable as error:
+                self._note_failure(error)
+                return
+            except Exception as error:  # noqa: BLE001  no fault of publishing may end a training
+                logger.warning("run %s: %s is left out: %s", self._run, self._profiles[0], error)
+            del self._profiles[0]
 
     def _note_failure(self, error: Exception) -> None:
         text = error.message if isinstance(error, RetomaError) else repr(error)
