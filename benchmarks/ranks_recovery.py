@@ -69,6 +69,9 @@ class Quiet:
     def notify(self) -> None:
         """See `tasks.order.Publisher`."""
 
+    def profiled(self, path: str) -> None:
+        """See `tasks.order.Publisher`."""
+
 
 class RankLog(logging.Handler):
     """Reads in the log which process is which rank now."""

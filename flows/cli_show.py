@@ -15,6 +15,7 @@ from rich.tree import Tree
 from flows.cli_address import RUN_HELP, export_s3, open_run
 from infra.settings import load_settings
 from tasks.runs import attempt_rows, checkpoint_row, list_runs
+from tasks.speed import group_row
 
 if TYPE_CHECKING:
     from training.checkpoint.history import Attempt, Lineage
@@ -58,7 +59,8 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
     from training.checkpoint.collected import read_collected
     from training.checkpoint.quarantine import read_incidents
 
-    opened = open_run(load_settings(), run)
+    settings = load_settings()
+    opened = open_run(settings, run)
     store, lineage = opened.store, opened.lineage()
     by_token = {attempt.token: attempt for attempt in lineage.attempts}
     rebased, pins = rebased_checkpoints(store), pinned(store)
@@ -66,6 +68,7 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
     collected = len(read_collected(store, []).names)
     attempts, incidents = attempt_rows(lineage), read_incidents(store, notes=lineage.problems)
     problems = [problem.model_dump() for problem in lineage.problems]
+    group = group_row(settings, lineage)
     if as_json:
         head = lineage.head.manifest if lineage.head else None
         fields = {
@@ -74,6 +77,7 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
             "job": head.job if head else {},
             "data": head.data if head else {},
             "chain": chain,
+            "group": group,
             "collected": collected,
             "collected_parent": str(lineage.collected) if lineage.collected else None,
             "pins": [f"{token:06d}/{sequence:08d}" for token, sequence in sorted(pins)],
@@ -85,6 +89,8 @@ def show(run: Annotated[str, typer.Argument(help=RUN_HELP)], as_json: Json = Fal
         return
     console = _console()
     console.print(_chain_tree(opened.run, store.url, lineage, chain, collected))
+    if group is not None:
+        console.print(_group_tree(group))
     console.print(_attempt_tree(lineage, attempts))
     for incident in incidents:
         place = f"{incident.token:06d}/{incident.sequence:08d}"
@@ -169,6 +175,43 @@ def _remarks(row: dict[str, Any]) -> str:
     if decision["failed_saves"] or decision["skipped_saves"]:
         parts.append(f"[yellow]{decision['failed_saves']} saves failed, {decision['skipped_saves']} skipped[/]")
     return "".join(f"  {part}" for part in parts if part)
+
+
+def _group_tree(group: dict[str, Any]) -> Tree:
+    """How the ranks of the newest attempt share the work."""
+    tree = Tree(f"[bold]ranks[/]  {group['world_size']}{_pace_text(group)}")
+    one, share = group["one_rank"], group["scaling_efficiency"]
+    if share is not None:
+        alone = f"one rank alone: {one['samples_per_second']:,.0f} samples/s in {one['run']}"
+        tree.add(f"scaling efficiency {100 * share:.0f} % ({alone})")
+    else:
+        tree.add("scaling efficiency not measured: no run of this job with one rank")
+    for row in group["ranks"]:
+        tree.add(f"rank {row['rank']}{_rank_text(row)}  wrote {decimal(row['written_bytes'])}")
+    for episode in group["slow_ranks"]:
+        until = f"until step {episode['until_step']}" if episode["until_step"] is not None else "and still did"
+        tree.add(
+            f"[yellow]slow[/] rank {episode['rank']} held up the others from step {episode['since_step']} {until}: "
+            f"{1000 * episode['excess_seconds']:.1f} ms more in steps of {1000 * episode['step_seconds']:.1f} ms"
+        )
+    return tree
+
+
+def _pace_text(group: dict[str, Any]) -> str:
+    parts = []
+    if (speed := group["samples_per_second"]) is not None:
+        parts.append(f"{speed:,.0f} samples/s")
+    if (seconds := group["step_seconds"]) is not None:
+        parts.append(
+            f"a step takes {1000 * seconds:.1f} ms, {100 * group['communication_share']:.0f} % communication"
+        )
+    return "".join(f"  {part}" for part in parts)
+
+
+def _rank_text(row: dict[str, Any]) -> str:
+    if row["own_seconds"] is None:
+        return ""
+    return f"  {1000 * row['own_seconds']:7.1f} ms of a step its own  waits {100 * row['waiting_share']:3.0f} %"
 
 
 def _attempt_tree(lineage: Lineage, attempts: list[dict[str, Any]]) -> Tree:

@@ -106,6 +106,8 @@ class LineDisplay:
                 parts.append(f"loss {progress.loss:.4f}")
             if progress.samples_per_second:
                 parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+            if progress.slow_rank is not None:
+                parts.append(f"rank {progress.slow_rank} holds up the others")
             trouble = progress.error.splitlines()[0] if progress.error else None
             parts += [text for text in (checkpoint_text(progress), trouble) if text]
         return "; ".join(parts)
@@ -155,6 +157,7 @@ class LiveDisplay:
             "speed": f"{progress.samples_per_second:,.0f} samples/s" if progress.samples_per_second else None,
             "restored": progress.restored,
             "checkpoint": checkpoint_text(progress),
+            "slow rank": None if progress.slow_rank is None else str(progress.slow_rank),
             "trouble": progress.error,
         }
         for title, text in rows.items():

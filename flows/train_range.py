@@ -6,6 +6,7 @@ Cancelled says that another attempt has taken over, or that somebody cancelled i
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, runtime
@@ -19,6 +20,7 @@ from tasks.attempts import outcome_of
 from tasks.companions import Company
 from tasks.departure import Departure
 from tasks.order import RangeOrder, RangeResult
+from tasks.profiles import profile_folder
 from tasks.publish import Publisher
 from tasks.range import RangeSupervisor
 from tasks.tracking import registry_of
@@ -32,6 +34,11 @@ CLOSE_SECONDS = 5.0
 @flow(name="train-range")
 def train_range(order: RangeOrder) -> Any:
     """Train the epochs of the order; what the store already has costs nothing."""
+    with profile_folder(order.config) as folder:
+        return _train(order, folder)
+
+
+def _train(order: RangeOrder, profiles: Path | None) -> Any:
     departure = Departure()
     departure.listen()
     settings = load_settings()
@@ -54,6 +61,7 @@ def train_range(order: RangeOrder) -> Any:
         on_progress=reporter.report,
         logger=get_run_logger(),
         company=company,
+        profile_folder=profiles,
     )
     watch = Watch(
         supervisor,

@@ -54,6 +54,7 @@ class Progress(Frozen):
     state_bytes: int | None = None
     stall_seconds: float | None = None
     checkpoints: int = 0
+    slow_rank: int | None = None  # holds up the others
     failed_saves: int = 0  # of this attempt; training goes on after a few
     beats: int = 0  # messages, and signs of life of their supervisor; a watcher sees by it whether there was any
     error: str | None = None
@@ -80,6 +81,7 @@ def describe(progress: Progress) -> str:
         "samples/s": None if progress.samples_per_second is None else f"{progress.samples_per_second:,.0f}",
         "restored from": progress.restored,
         "last checkpoint": _describe_checkpoint(progress),
+        "slow rank": None if progress.slow_rank is None else str(progress.slow_rank),
         "failed saves": str(progress.failed_saves) if progress.failed_saves else None,
         "error": progress.error,
     }

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from infra.mlflow_runs import Point, RunRecord, Runs
 from infra.mlflow_text import milliseconds, ratio
 from training.checkpoint.manifest import Committed
+from training.parallel.pace import scaling_efficiency
+from training.ports import SPEED
 
 _BAD_IN_NAME = re.compile(r"[^\w\-. /:]")
 _NAME_CHARACTERS = 250
@@ -62,7 +64,25 @@ def points_of(committed: Committed) -> list[Point]:
     own = {"written_bytes": float(costs.written_bytes), "stall_seconds": costs.stall_seconds}
     if share is not None:
         own["ratio"] = share
-    return points + [Point(f"checkpoint/{k}", v, manifest.position.step, timestamp) for k, v in own.items()]
+    named = {f"checkpoint/{name}": value for name, value in own.items()}
+    if manifest.world_size > 1:
+        written = manifest.written_by_rank().items()
+        named.update({f"rank/{rank}/written_bytes": float(size) for rank, size in written})
+    return points + [Point(name, value, manifest.position.step, timestamp) for name, value in named.items()]
+
+
+def efficiency_of(committed: Committed, one_rank_speed: float | None) -> list[Point]:
+    """The scaling efficiency of a group; nothing of one rank alone, or without the speed of one in samples/s."""
+    manifest = committed.manifest
+    if manifest.world_size == 1 or not one_rank_speed:
+        return []
+    found = [
+        (point.step, scaling_efficiency(point.values[SPEED], manifest.world_size, one_rank_speed))
+        for point in manifest.metrics
+        if SPEED in point.values
+    ]
+    timestamp = milliseconds(manifest.writer.created)
+    return [Point("group/scaling_efficiency", value, step, timestamp) for step, value in found]
 
 
 def _metric_name(name: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import re
+import statistics
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,11 +16,13 @@ from infra.mlflow_connection import Conflict, Connection
 from infra.mlflow_experiment import Experiment
 from infra.mlflow_text import (
     DIGEST_CHARACTERS,
+    IDENTITY,
     PARAM_CHARACTERS,
     REASON,
     RUN,
     TAG_CHARACTERS,
     TOKEN,
+    WORLD_SIZE,
     attempt_name,
     attempt_tags,
     cut,
@@ -35,6 +38,7 @@ _DATA, _INPUT = "retoma.data", "retoma.input"  # inputs that were logged: a sear
 _BATCH = 100
 _BATCH_METRICS = 1000
 _PAGE = 1000
+_NEWEST = 10
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -218,10 +222,30 @@ class Runs:
         with self._connection.asking("reading a metric") as client:
             return {metric.step for metric in client.get_metric_history(run_id, key)}
 
+    def one_rank_value(self, identity: str, key: str) -> float | None:
+        """Median of a metric in the newest attempt at the same job by one rank alone; None: there is none."""
+        mine = f"tags.`{IDENTITY}` = '{identity}' AND tags.`{WORLD_SIZE}` = '1'"
+        with self._connection.asking("looking for a run by one rank") as client:
+            for run in client.search_runs(
+                [self.experiment_id()],
+                filter_string=mine,
+                max_results=_NEWEST,
+                order_by=["attributes.start_time DESC"],
+            ):
+                if key in run.data.metrics:
+                    history = client.get_metric_history(run.info.run_id, key)
+                    return statistics.median(metric.value for metric in history)
+        return None
+
     def put_text(self, record: RunRecord, name: str, text: str) -> None:
         """Write or replace a small artifact."""
         with self._connection.asking(f"uploading {name}") as client:
             client.log_text(record.id, text, name)
+
+    def put_file(self, record: RunRecord, folder: str, path: str) -> None:
+        """Upload a file into a folder of the artifacts. One of the same name is replaced."""
+        with self._connection.asking(f"uploading {path}") as client:
+            client.log_artifact(record.id, path, folder)
 
     def _search(self, run: str) -> list[Any]:
         """All runs of a training, parent and children, oldest first."""

@@ -18,6 +18,7 @@ from training.config import JobConfig
 NOTE = "mlflow.note.content"
 RUN, TOKEN, STORE = "retoma.run", "retoma.token", "retoma.store"
 VOID = "retoma.void"
+IDENTITY, WORLD_SIZE = "retoma.identity", "retoma.world_size"  # of an attempt: what it computes, by how many ranks
 REASON = "retoma.reason"
 CONFIG = "retoma.config"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.beat import Progress
 from tasks.order import Publisher
-from training.ports import Beat, Done, Message, Pause, Restored, Saved, SaveFailed
+from training.ports import Beat, Done, Message, Pause, Profiled, Restored, Saved, SaveFailed, Slow
 
 TRAINING = "training"
 
@@ -65,6 +65,10 @@ class Hearing:
         elif isinstance(message, SaveFailed):
             self._logger.warning("save failed, %s in a row: %s", message.failures_in_a_row, message.message)
             self._tell(failed_saves=self.progress.failed_saves + 1)
+        elif isinstance(message, Slow):
+            self._hear_slow(message)
+        elif isinstance(message, Profiled):
+            self._publisher.profiled(message.path)
         elif isinstance(message, Done):
             self._publisher.notify()
             self._tell(epoch=message.position.epoch, step=message.position.step, beats=beats)
@@ -76,6 +80,7 @@ class Hearing:
         self._tell(
             phase=TRAINING,
             error=None,  # what ended the try before is over
+            slow_rank=None,
             restored=str(message.checkpoint) if message.checkpoint else "nothing",
             skipped=len(message.skipped),
             total_steps=message.total_steps,
@@ -84,6 +89,20 @@ class Hearing:
             step=message.position.step,
             beats=beats,
         )
+
+    def _hear_slow(self, message: Slow) -> None:
+        if message.over:
+            self._logger.info("rank %s does not hold up the others any more", message.rank)
+            self._tell(slow_rank=None)
+            return
+        self._logger.warning(
+            "rank %s holds up the others since step %s: of a step's %.1f ms it needs %.1f more than their median",
+            message.rank,
+            message.since_step,
+            1000 * message.step_seconds,
+            1000 * message.excess_seconds,
+        )
+        self._tell(slow_rank=message.rank)
 
     def _hear_saved(self, message: Saved, beats: int) -> None:
         self._publisher.notify()

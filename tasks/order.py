@@ -74,6 +74,9 @@ class Publisher(Protocol):
     def notify(self) -> None:
         """The store has something new."""
 
+    def profiled(self, path: str) -> None:
+        """A file is to be an artifact of the run, below `profile`; it stays where it is until `close`."""
+
 
 def finished(store: Store, run: str, stop: int) -> Committed | None:
     """The head of the run, if everything up to the end of epoch `stop` is done; None otherwise."""

@@ -79,6 +79,7 @@ class Publisher:
         self._closing = False
         self._started: dict[int, dict[str, Any]] = {}
         self._ended: dict[int, Ended] = {}
+        self._profiles: list[str] = []
         self._failures = 0
         self._error: str | None = None
         self._pictured_seconds = -PICTURE_SECONDS
@@ -94,6 +95,12 @@ class Publisher:
         with self._changed:
             self._due = True
             self._changed.notify_all()
+
+    def profiled(self, path: str) -> None:
+        """Say that a profile was written. Returns at once; the file must stay until `close`."""
+        with self._changed:
+            self._profiles.append(path)
+        self.notify()
 
     def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         """Say who works on the epochs `[start, stop)` with this token. Returns at once."""
@@ -122,6 +129,10 @@ class Publisher:
             self._thread.join(timeout_seconds)
         if self._thread.is_alive():  # in a request that MLflow does not answer; it dies with the process
             self._error = self._error or f"MLflow did not answer within {timeout_seconds:g} s"
+        if self._profiles:
+            logger.warning(
+                "%s profiles of run %s did not reach MLflow and are lost", len(self._profiles), self._run
+            )
         if self._error:
             with contextlib.suppress(RetomaError):
                 self._reconciler.note_unregistered()
@@ -163,6 +174,20 @@ class Publisher:
         with self._changed:  # what was told in the meantime stays
             self._started = {k: v for k, v in self._started.items() if started.get(k) != v}
             self._ended = {k: v for k, v in self._ended.items() if ended.get(k) != v}
+        self._upload_profiles()
+
+    def _upload_profiles(self) -> None:
+        """Those that MLflow is away for wait; one that it does not take is left out."""
+        assert self._reconciler is not None  # noqa: S101  no thread without it
+        while self._profiles:
+            try:
+                self._reconciler.add_profile(self._profiles[0])
+            except Unavailable as error:
+                self._note_failure(error)
+                return
+            except Exception as error:  # noqa: BLE001  no fault of publishing may end a training
+                logger.warning("run %s: %s is left out: %s", self._run, self._profiles[0], error)
+            del self._profiles[0]
 
     def _note_failure(self, error: Exception) -> None:
         text = error.message if isinstance(error, RetomaError) else repr(error)

@@ -60,6 +60,7 @@ class RangeSupervisor:
     logger: logging.Logger | logging.LoggerAdapter[Any]
     command: Sequence[str] | None = None  # default: by the number of ranks
     company: Company | None = None  # who calls other nodes, where the group has several
+    profile_folder: Path | None = None  # of the profiles, until they are published
 
     def __post_init__(self) -> None:
         order = self.order
@@ -225,6 +226,7 @@ class RangeSupervisor:
             data_version=order.data_version.model_dump() if order.data_version else {},
             expected=self.expected,
             gathering=self._gathering(tries),
+            profile_folder=str(self.profile_folder) if self.profile_folder else None,
         )
         self.child = Child(
             self.command or (GROUP_COMMAND if order.config.parallel.world > 1 else TRAINING_COMMAND),

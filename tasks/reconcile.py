@@ -13,10 +13,10 @@ from typing import Any
 
 from infra.mlflow_checkpoints import Registered
 from infra.mlflow_lineage_page import lineage_page, lineage_table
-from infra.mlflow_metrics import MetricLog, points_of
+from infra.mlflow_metrics import MetricLog, efficiency_of, points_of
 from infra.mlflow_registry import MlflowRegistry
 from infra.mlflow_runs import RunRecord
-from infra.mlflow_text import NOTE, attempt_tags, run_note
+from infra.mlflow_text import IDENTITY, NOTE, WORLD_SIZE, attempt_tags, run_note
 from tasks.verdict import Ended, left_out, outcome
 from training.checkpoint.collected import read_collected
 from training.checkpoint.document import digest
@@ -28,7 +28,9 @@ from training.checkpoint.store import Store
 from training.checkpoint.token import token_numbers
 from training.config import Frozen, JobConfig
 from training.errors import Invalid
+from training.ports import SPEED
 
+PROFILE_FOLDER = "profile"  # of the parent run's artifacts
 _LINEAGE = "retoma.lineage"
 
 Place = tuple[int, int]
@@ -129,6 +131,11 @@ class Reconciler:
         self._seen = seen
         return self.report()
 
+    def add_profile(self, path: str) -> None:
+        """Upload a rank's profile. After `reconcile`. Raises `Unavailable`, `Invalid`."""
+        assert self._parent is not None  # noqa: S101  loaded before
+        self._registry.runs.put_file(self._parent, PROFILE_FOLDER, path)
+
     def report(self, error: str | None = None) -> PublishReport:
         """What is known to be registered. No traffic."""
         total = sum(self._is_ready(committed) for committed in list(self._known.values()))
@@ -146,6 +153,7 @@ class Reconciler:
         self._attempts: dict[int, RunRecord] = {}
         self._checkpoints: dict[Place, Registered] = {}
         self._logged: dict[str, MetricLog] = {}
+        self._one_rank: dict[str, float | None] = {}  # by the identity of the job
         self._seen = None
         self._drawn = None
 
@@ -206,17 +214,35 @@ class Reconciler:
             checkpoints.delete(entry)
             del self._checkpoints[place]
             entry = None
-        attempt = self._attempts[committed.ref.token]
+        attempt = self._describe_attempt(committed)
         entry = entry or checkpoints.create(committed, self._store.url, attempt.id)
         self._checkpoints[place] = entry
         assert self._parent is not None  # noqa: S101  loaded before
         runs.add_output(attempt, entry.model_id, committed.manifest.position.step)
-        points = points_of(committed)
+        points = points_of(committed) + efficiency_of(committed, self._one_rank_speed(committed))
         for record in (attempt, self._parent):
             self._logged.setdefault(record.id, MetricLog(runs, record)).log(points)
         checkpoints.finalize(entry)  # the registration's commit
         self._checkpoints[place] = replace(entry, ready=True)
         self._registered += 1
+
+    def _describe_attempt(self, committed: Committed) -> RunRecord:
+        """What makes an attempt comparable to others is known with its first checkpoint."""
+        manifest, token = committed.manifest, committed.ref.token
+        tags = {WORLD_SIZE: str(manifest.world_size)}
+        if identity := manifest.job.get("digest"):
+            tags[IDENTITY] = str(identity)
+        self._attempts[token] = self._registry.runs.update(self._attempts[token], tags)
+        return self._attempts[token]
+
+    def _one_rank_speed(self, committed: Committed) -> float | None:
+        """What one rank alone has reached, of which a group is a multiple. Asked once, for a group only."""
+        identity = str(committed.manifest.job.get("digest", ""))
+        if committed.manifest.world_size == 1 or not identity:
+            return None
+        if identity not in self._one_rank:
+            self._one_rank[identity] = self._registry.runs.one_rank_value(identity, SPEED)
+        return self._one_rank[identity]
 
     def _link_inputs(self, lineage: Lineage) -> None:
         for attempt in lineage.attempts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.config import SupervisorConfig
-from training.ports import Beat, Message, Pause, Present, Saved, SaveFailed
+from training.ports import Beat, Message, Pause, Present, Profiled, Saved, SaveFailed, Slow
 
 STEPS_OF_SILENCE = 4  # of the longest recent step: slow training is not silent training
 
@@ -25,9 +25,9 @@ class Allowance:
         """Take a message. True: it is a sign of progress, and silence counts from now.
 
         What the background says about saves is none: a loop that hangs may still have one in flight, and an
-        announced pause goes on.
+        announced pause goes on. Neither is what is only told about the training.
         """
-        if isinstance(message, Saved | SaveFailed | Present):
+        if isinstance(message, Saved | SaveFailed | Present | Slow | Profiled):
             return False
         if isinstance(message, Pause):
             self.seconds, self.pause = message.allowance_seconds, message.what

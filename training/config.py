@@ -90,6 +90,13 @@ class HealthConfig(Frozen):
     skip_steps: int = Field(0, ge=0, description="steps whose data is left out after a rollback, within the epoch")
 
 
+class ProfileConfig(Frozen):
+    """Which steps run under torch's profiler. Each rank's timeline becomes an artifact of the MLflow run."""
+
+    start_step: int = Field(ge=0, description="the first one, counted over the run; the very first ones warm up")
+    steps: int = Field(3, ge=1, le=100, description="so many; a step of a large model is megabytes")
+
+
 class InitFrom(Frozen):
     """The checkpoint whose model weights a new run starts from. Optimizer, position and randomness start anew."""
 
@@ -121,6 +128,7 @@ class JobConfig(Frozen):
     supervisor: SupervisorConfig = SupervisorConfig()
     health: HealthConfig = HealthConfig()
     parallel: ParallelConfig = ParallelConfig()
+    profile: ProfileConfig | None = Field(None, description="steps to profile; default: none")
     attempts_per_range: int = Field(5, ge=1, description="tries in a row without a new checkpoint, then give up")
     init_from: InitFrom | None = Field(None, description="start from the weights of this checkpoint")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,9 @@ from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Health, MetricPoint, Position
 from training.errors import Preempted, Unavailable
 from training.health import LossWatch, finite
+from training.measures import Measures
 from training.ports import EVALUATION_DUE, Message
+from training.profile import Profile
 from training.progress import Progress
 from training.stopping import StopRequest
 from training.trainer import Step, Trainer
@@ -29,6 +32,7 @@ def train_epochs(
     cadence: Cadence | None = None,
     evaluation_due: bool = False,
     watch: LossWatch | None = None,
+    profile_folder: Path | None = None,
 ) -> tuple[Position, dict[str, float]]:
     """Train from `position` until epoch `last` begins; every step of the way is resumable.
 
@@ -42,6 +46,7 @@ def train_epochs(
         cadence: says when to save within an epoch; default: by the configuration, knowing of no failures.
         evaluation_due: the evaluation at `position` was given up and comes first.
         watch: of the loss, with what it knew at `position`; default: one that knows nothing yet.
+        profile_folder: where a profile goes; default: none is made.
 
     Returns:
         The position at `last`, and the metrics of the last evaluation; everything is committed.
@@ -53,19 +58,23 @@ def train_epochs(
         Unavailable: the store failed several saves in a row.
     """
     stop = stop or StopRequest()
-    progress = Progress(report, position, trainer.config.supervisor)
+    limits = trainer.config.supervisor
+    progress = Progress(report, position, limits)
     watch = watch or LossWatch(trainer.config.health, trainer.config.log_every_steps)
-    saver = _Saver(trainer, checkpointer, progress, position, watch)
+    measures = Measures(trainer.ranks, progress, report)
+    saver = _Saver(trainer, checkpointer, progress, position, watch, measures)
     cadence = cadence or Cadence(trainer.config.checkpoint, checkpointer)
+    profile = Profile(trainer.config.profile, profile_folder, trainer.rank, progress, limits, report)
     first_step = position.step + 1
     trainer.start(position)
-    with progress.until_the_end():
+    with progress.until_the_end(), profile:
         if evaluation_due:
             cadence.saved(saver.evaluate(position, stop, cadence))
         while position.epoch < last and not stop.asked:
             epoch, batches, fresh = position.epoch, saver.batches(position), trainer.config.loader_workers > 0
             while position.epoch == epoch and saver.may_go_on(position, stop, cadence):
                 window = trainer.schedule.window_at(position)
+                profile.before_step(position.step)
                 progress.before_step(window, fresh)
                 loss = trainer.optimizer_step(batches, window)
                 position, fresh = trainer.schedule.after(position), False
@@ -74,6 +83,7 @@ def train_epochs(
                 steps = trainer.agree(position, loss, stop)
                 saver.log(steps)
                 progress.step(position, steps[-1].loss if steps else None)
+                measures.step(position)
                 if position.step == first_step:
                     checkpointer.prepare(trainer.state.capture())  # now the optimizer has its state
                 cadence.step()
@@ -104,8 +114,10 @@ class _Saver:
         progress: Progress,
         position: Position,
         watch: LossWatch,
+        measures: Measures,
     ) -> None:
         self._trainer, self._checkpointer, self._progress, self._watch = trainer, checkpointer, progress, watch
+        self._measures = measures
         self._limits = trainer.config.supervisor
         self._points: list[MetricPoint] = []
         self._loss: Tensor | None = None
@@ -171,6 +183,9 @@ class _Saver:
             meta["health"] = memory
         if self._checkpointer.rollback is not None:
             meta["rollback"] = self._checkpointer.rollback.model_dump()
+        meta.update(self._measures.notes())
+        if speed := self._measures.take():
+            self._points.append(MetricPoint(step=position.step, values=speed))
         points, self._points = self._points, []
         with self._progress.pause("saving", self._limits.save_seconds):
             stall_seconds = self._checkpointer.save(

@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from training.guard import die_with_parent, watch_lifeline
 from training.parallel.agent import LocalRanks, launching
@@ -204,8 +205,10 @@ class Visit:
         from training.parallel.meeting import Meeting
 
         spec = RangeSpec.model_validate_json(order.line)
+        here: dict[str, Any] = {"profile_folder": None}  # the supervisor's, on another machine
         if self._data is not None:
-            spec = spec.model_copy(update={"data_folder": self._data})
+            here["data_folder"] = self._data
+        spec = spec.model_copy(update=here)
         try:
             store = reach_store(order.host, order.port)
         except RuntimeError as error:  # torch's, which tells of the address

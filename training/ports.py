@@ -13,6 +13,8 @@ from training.errors import RetomaError, error_of_kind
 
 # In the meta of a manifest: the evaluation at its position was given up, and its range is not done without it.
 EVALUATION_DUE = "evaluation_due"
+SLOW_RANKS = "slow_ranks"  # and there: when ranks held up the others
+SPEED = "train/samples_per_second"  # in the metrics of a manifest: of the whole group, in its steps
 
 
 class Gathering(Frozen):
@@ -37,6 +39,7 @@ class RangeSpec(Frozen):
     data_version: dict[str, str | int | bool | None] = Field(default_factory=dict)
     expected: Ref | None = None  # the newest checkpoint that the registry knows
     gathering: Gathering | None = None  # of a group over several nodes
+    profile_folder: str | None = None  # where profiles go; None: none is made
 
 
 class Restored(Frozen):
@@ -108,6 +111,38 @@ class Regroup(Frozen):
     reason: str
 
 
+class Slow(Frozen):
+    """A rank holds up the others, or no longer. No progress.
+
+    Attributes:
+        rank: which.
+        since_step: its first step.
+        over: whether it is over.
+        excess_seconds: what the rank needs more for a step than the median of the others, on its own.
+        step_seconds: what a step takes.
+    """
+
+    kind: Literal["slow"] = "slow"
+    rank: int
+    since_step: int
+    over: bool
+    excess_seconds: float
+    step_seconds: float
+
+
+class Profiled(Frozen):
+    """A rank has written its profile. No progress.
+
+    Attributes:
+        rank: which; 0 for one process alone.
+        path: of the file, in the folder that the supervisor has named.
+    """
+
+    kind: Literal["profiled"] = "profiled"
+    rank: int
+    path: str
+
+
 class Done(Frozen):
     """The range is complete and its last checkpoint committed."""
 
@@ -132,7 +167,8 @@ class Failed(Frozen):
 
 
 Message = Annotated[
-    Restored | Beat | Pause | Saved | SaveFailed | Present | Regroup | Done | Failed, Field(discriminator="kind")
+    Restored | Beat | Pause | Saved | SaveFailed | Present | Slow | Profiled | Regroup | Done | Failed,
+    Field(discriminator="kind"),
 ]
 _adapter: TypeAdapter[Message] = TypeAdapter(Message)
 

@@ -44,6 +44,7 @@ class Progress:
         self._first_step_seconds = 0.0
         self._windows: set[int] = set()  # sizes of steps that were compiled for, if anything is compiled
         self._announced = False
+        self._trained_seconds, self._trained_samples = 0.0, 0
         self._stepped = self._told = self._agreed = clock()
         self._told_sample = position.sample
 
@@ -73,6 +74,8 @@ class Progress:
             self._first_step_seconds = now - self._stepped
         else:
             self._steps.append(now - self._stepped)
+            self._trained_seconds += now - self._stepped
+            self._trained_samples += position.sample - self._position.sample
         self._stepped, self._position = now, position
         self._agreed = self._agreed if loss is None else now
         if self._announced or now - self._told >= BEAT_SECONDS:
@@ -81,6 +84,15 @@ class Progress:
             self._rate = (position.sample - self._told_sample) / max(now - self._told, 1e-9)
             self._told, self._told_sample = now, position.sample
             self._beat()
+
+    def take_speed(self) -> float | None:
+        """Samples per second in the steps since the last call; None: there was none.
+
+        Steps only: neither announced ones, which compile or start loaders, nor pauses.
+        """
+        seconds, samples = self._trained_seconds, self._trained_samples
+        self._trained_seconds, self._trained_samples = 0.0, 0
+        return samples / seconds if seconds else None
 
     @contextmanager
     def pause(self, what: str, allowance_seconds: float) -> Iterator[None]:

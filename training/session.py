@@ -44,6 +44,7 @@ def train_range(
     report: Callable[[Message], None] = lambda _: None,
     request: StopRequest | None = None,
     ranks: Ranks | None = None,
+    profile_folder: Path | None = None,
 ) -> Done:
     """Resume a run from its newest intact checkpoint and train until epoch `stop`.
 
@@ -59,6 +60,7 @@ def train_range(
         report: receives every message.
         request: asks for an early end; see `train_epochs`.
         ranks: the group that this process is a rank of; every rank calls this.
+        profile_folder: where the profile that the configuration asks for goes; default: none is made.
 
     Raises:
         Invalid: the job cannot be trained, or the run was started with another job or other data.
@@ -114,6 +116,7 @@ def train_range(
             cadence,
             evaluation_due,
             _watch(config, restored),
+            profile_folder,
         )
         head = checkpointer.head
     if head is None:
@@ -148,6 +151,7 @@ def train_spec(
         report=report,
         request=request,
         ranks=ranks,
+        profile_folder=Path(spec.profile_folder) if spec.profile_folder else None,
     )
 
 

@@ -87,6 +87,11 @@ class Trainer:
         self.seed()  # again: what model() drew must not matter for what follows
 
     @property
+    def rank(self) -> int:
+        """In the group; 0 for one rank alone."""
+        return self.ranks.rank if self.ranks is not None else 0
+
+    @property
     def must_be_finite(self) -> list[str]:
         """Keys of the tensors that a healthy state has no NaN or infinity in."""
         return finite_paths(self.model)
@@ -142,6 +147,8 @@ class Trainer:
         Returns:
             The loss, a 0-dim tensor on the device; reading it waits for the device.
         """
+        if self.ranks is not None and self.is_synchronised:
+            self.ranks.own_time.begin()
         self.optimizer.zero_grad(set_to_none=True)
         model, scale = self._replica_and_scale(window_samples)
         total = torch.zeros((), device=self.device)
@@ -156,7 +163,7 @@ class Trainer:
                 with self._autocast():
                     loss = self.job.loss(model, batch) * weight
                 scaled = loss * scale
-                cast("Callable[[], None]", (self.scaler.scale(scaled) if self.scaler else scaled).backward)()
+                self._backward(self.scaler.scale(scaled) if self.scaler else scaled, model)
             total += loss.detach()
         self._apply_gradients()
         return total
@@ -200,6 +207,12 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def _backward(self, loss: Tensor, model: torch.nn.Module) -> None:
+        if self.ranks is not None:
+            self.ranks.own_time.backward(loss, model)
+        else:
+            cast("Callable[[], None]", loss.backward)()
 
     def _apply_gradients(self) -> None:
         if self.config.clip_grad_norm is not None:

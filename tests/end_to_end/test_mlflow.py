@@ -24,7 +24,7 @@ from infra.settings import TELEMETRY_OFF
 from tasks.publish import Publisher, publish
 from tasks.reconcile import Reconciler
 from tasks.register import register_final
-from tests.support.stores import DATA, RunBuilder, interrupted_run
+from tests.support.stores import DATA, GROUP_METRICS, JOB, RunBuilder, interrupted_run, run_of_two_ranks
 from training.checkpoint.care.collect import collect
 from training.checkpoint.checkpointer import IncrementalCheckpointer
 from training.checkpoint.manifest import Position, manifest_key
@@ -172,6 +172,44 @@ def test_lineage_shows_attempts_checkpoints_and_what_each_attempt_was_restored_f
     assert runs["parent"].data.params["params.channels"] == "2"
     names = {file.path for file in client(registry).list_artifacts(parent_id)}
     assert names == {"config.yaml", "lineage.html", "lineage.json"}
+
+
+def test_a_group_has_metrics_of_its_ranks_and_its_efficiency_against_one_rank_alone(
+    registry: MlflowRegistry, store: LocalStore, tmp_path: Path
+) -> None:
+    job = JOB | {"digest": "sha256:1"}
+    alone = RunBuilder(LocalStore(tmp_path / "alone"), "alone", job)
+    token = alone.attempt(0, 2)
+    for step, speed in ((5, 20.0), (10, 100.0), (15, 1000.0)):
+        alone.commit(token, step, "base", {step: {"train/samples_per_second": speed}})
+    run_of_two_ranks(store, "before", job)  # nobody has trained it alone yet
+    publish(store, registry, "before")
+    publish(alone.store, registry, "alone")
+    group = LocalStore(tmp_path / "group")
+    run_of_two_ranks(group, "group", job)
+    publish(group, registry, "group")
+    before, parent = registry.runs.parent("before"), registry.runs.parent("group")
+    assert before is not None
+    assert parent is not None
+    assert "group/scaling_efficiency" not in before.steps
+    metrics = client(registry).get_run(parent.id).data.metrics
+    assert metrics.items() >= {**GROUP_METRICS, "rank/0/written_bytes": 200, "rank/1/written_bytes": 140}.items()
+    history = client(registry).get_metric_history(parent.id, "group/scaling_efficiency")
+    assert [(metric.step, metric.value) for metric in history] == [(step, 0.75) for step in (5, 10, 15)]
+
+
+def test_profiles_become_artifacts_of_the_run(registry: MlflowRegistry, store: LocalStore, tmp_path: Path) -> None:
+    interrupted_run(store)
+    publisher = Publisher(store.url, registry, "run-1")
+    publisher.start()
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.json.gz").write_bytes(b"a trace")
+        publisher.profiled(str(tmp_path / f"rank-{rank}.json.gz"))
+    assert publisher.close().error is None
+    parent = registry.runs.parent("run-1")
+    assert parent is not None
+    names = [file.path for file in client(registry).list_artifacts(parent.id, "profile")]
+    assert names == ["profile/rank-0.json.gz", "profile/rank-1.json.gz"]
 
 
 def test_f24_publishing_twice_changes_nothing(registry: MlflowRegistry, store: LocalStore) -> None:

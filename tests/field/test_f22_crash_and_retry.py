@@ -41,6 +41,9 @@ class Silent:
     def notify(self) -> None:
         """Nothing."""
 
+    def profiled(self, path: str) -> None:
+        """Nothing."""
+
 
 class Orchestrator:
     """Flow runs in memory; each one is a real supervisor with real training processes, run when it is looked at."""

@@ -37,6 +37,7 @@ class Launched:
         data: Path,
         module: str = "training.group",
         gathering: Gathering | None = None,
+        profile_folder: Path | None = None,
     ) -> None:
         self.config, self.store = config, LocalStore(store)
         mark_run(self.store, "r")
@@ -50,6 +51,7 @@ class Launched:
             config=config,
             data_folder=str(data),
             gathering=gathering,
+            profile_folder=str(profile_folder) if profile_folder else None,
         )
         reading, writing = os.pipe()
         self.log = store.with_suffix(f".{self.token}.log")

@@ -1,6 +1,7 @@
 """The small GPT that does what the files in its folder say.
 
-slow    hold seconds: so long takes a micro-batch
+slow    holds seconds: so long takes a micro-batch
+late    holds a rank and seconds: so much longer takes one on that rank
 hang    holds a rank, which hangs
 fail    holds a rank, which raises
 """
@@ -31,6 +32,9 @@ class SlowGpt(CharGpt):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         rank = os.environ.get("RANK", "0")
         time.sleep(float(self._told("slow") or 0))
+        late, _, seconds = (self._told("late") or "").partition(" ")
+        if late == rank:
+            time.sleep(float(seconds))
         if self._told("hang") == rank:
             threading.Event().wait()
         if self._told("fail") == rank:

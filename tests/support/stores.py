@@ -11,6 +11,7 @@ from training.checkpoint.manifest import (
     Costs,
     Manifest,
     MetricPoint,
+    Pack,
     Position,
     Writer,
     encode_manifest,
@@ -67,8 +68,10 @@ class RunBuilder:
         step: int,
         kind: Literal["base", "delta"] = "delta",
         metrics: dict[int, dict[str, float]] | None = None,
+        written: tuple[int, ...] = (),
+        meta: dict[str, Any] | None = None,
     ) -> Committed:
-        """A manifest on the head; `step` says what comes next."""
+        """A manifest on the head; `step` says what comes next, `written` the bytes of each rank of a group."""
         parent = self.head
         if metrics is None:
             metrics = {step: {"train/loss": 1.0 / (1 + step)}}
@@ -79,6 +82,9 @@ class RunBuilder:
             kind=kind,
             parent=parent.ref if parent else None,
             position=Position(epoch=step // STEPS_PER_EPOCH, step=step, sample=step * 32),
+            world_size=len(written) or 1,
+            packs=tuple(Pack(size_bytes=size, rank=rank) for rank, size in enumerate(written)),
+            meta=meta or {},
             job=self.job,
             data=DATA,
             layout_digest="xxh3_128:0",
@@ -98,6 +104,28 @@ class RunBuilder:
     def _now(self) -> str:
         self._seconds += 1
         return (START + timedelta(seconds=self._seconds)).isoformat()
+
+
+GROUP_METRICS = {
+    "train/samples_per_second": 150.0,
+    "group/step_seconds": 0.2,
+    "group/communication_share": 0.05,
+    "rank/0/own_seconds": 0.09,
+    "rank/0/waiting_share": 0.5,
+    "rank/1/own_seconds": 0.19,
+    "rank/1/waiting_share": 0.0,
+}
+
+
+def run_of_two_ranks(store: Store, run: str = "run-2", job: dict[str, Any] | None = None) -> RunBuilder:
+    """Rank 1 holds up rank 0 from step 4 on."""
+    builder = RunBuilder(store, run, job)
+    token = builder.attempt(0, 2)
+    slow = {"rank": 1, "since_step": 4, "until_step": None, "excess_seconds": 0.1, "step_seconds": 0.2}
+    builder.commit(token, 5, "base", {5: GROUP_METRICS}, (600, 400))
+    builder.commit(token, 10, "delta", {10: GROUP_METRICS}, (200, 140), {"slow_ranks": [slow]})
+    builder.commit(token, 15, "delta", {15: GROUP_METRICS}, (200, 140), {"slow_ranks": [slow | {"until_step": 12}]})
+    return builder
 
 
 def interrupted_run(store: Store, run: str = "run-1") -> RunBuilder:

@@ -25,7 +25,8 @@ from tasks.follow import Look, Started, go_on, rival, start_or_attach, successor
 from tasks.milestones import Milestone
 from tasks.plan import new_run_name, refuse_other_identity, requested_digest
 from tasks.runs import unfinished
-from tests.support.stores import DATA, RunBuilder, interrupted_run
+from tests.support.stores import DATA, RunBuilder, interrupted_run, run_of_two_ranks
+from tests.support.stores import JOB as JOB_OF_RUN
 from training.checkpoint.end import End, put_end
 from training.checkpoint.quarantine import Incident, put_incident
 from training.checkpoint.store import open_store
@@ -133,6 +134,50 @@ def test_show_tells_how_attempts_ended_what_it_cost_and_what_is_quarantined(
     assert (told["attempts"][0]["verdict"], told["attempts"][0]["lost_steps"]) == ("Unavailable", 2)
     assert told["attempts"][0]["reason"] == reason
     assert told["quarantine"][0]["name"] == "model/w"
+
+
+def test_show_tells_how_ranks_share_the_work_and_which_one_held_up_the_others(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of_two_ranks(open_store(settings.run_url("run-2")))
+    shown = run_command(capsys, "show", "run-2")[1]
+    assert "ranks  2  150 samples/s  a step takes 200.0 ms, 5 % communication" in shown
+    assert "scaling efficiency not measured: no run of this job with one rank" in shown
+    rank_0, rank_1 = (line for line in shown.splitlines() if "of a step its own" in line)
+    assert rank_0.split()[1:] == "rank 0 90.0 ms of a step its own waits 50 % wrote 1.0 kB".split()
+    assert rank_1.split()[1:] == "rank 1 190.0 ms of a step its own waits 0 % wrote 680 bytes".split()
+    assert "slow rank 1 held up the others from step 4 until step 12: 100.0 ms more in steps of 200.0 ms" in shown
+    group = json.loads(run_command(capsys, "show", "run-2", "--json")[1])["group"]
+    assert (group["world_size"], group["scaling_efficiency"], group["one_rank"]) == (2, None, None)
+    assert [row["written_bytes"] for row in group["ranks"]] == [1000, 680]
+    assert [(each["rank"], each["until_step"]) for each in group["slow_ranks"]] == [(1, 12)]
+
+
+def test_show_compares_a_group_to_the_newest_run_of_the_same_job_on_one_rank(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = JOB_OF_RUN | {"digest": "sha256:1"}
+    for run, speed, digest in (("alone", 100.0, "sha256:1"), ("other", 7.0, "sha256:2")):
+        alone = RunBuilder(open_store(settings.run_url(run)), run, job | {"digest": digest})
+        token = alone.attempt(0, 2)
+        for step, value in ((5, 20.0), (10, speed), (15, 1000.0)):
+            alone.commit(token, step, "base", {step: {"train/samples_per_second": value}})
+    run_of_two_ranks(open_store(settings.run_url("run-2")), job=job)
+    group = json.loads(run_command(capsys, "show", "run-2", "--json")[1])["group"]
+    assert group["one_rank"] == {"run": "alone", "samples_per_second": 100.0}
+    assert group["scaling_efficiency"] == 150 / (2 * 100)
+    assert (
+        "scaling efficiency 75 % (one rank alone: 100 samples/s in alone)"
+        in run_command(capsys, "show", "run-2")[1]
+    )
+
+
+def test_show_says_nothing_of_ranks_where_there_is_one(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted_run(open_store(settings.run_url("run-1")))
+    assert "ranks" not in run_command(capsys, "show", "run-1")[1]
+    assert json.loads(run_command(capsys, "show", "run-1", "--json")[1])["group"] is None
 
 
 def test_an_unknown_run_is_an_error_that_names_its_neighbours(

@@ -14,7 +14,7 @@ from tasks.stack import main_stack
 from training.allowance import Allowance
 from training.checkpoint.manifest import Position, Ref
 from training.config import SupervisorConfig
-from training.ports import Beat, Failed, Message, Pause, Restored, Saved, SaveFailed
+from training.ports import Beat, Failed, Message, Pause, Profiled, Restored, Saved, SaveFailed, Slow
 
 LIMITS = SupervisorConfig(silence_seconds=5, start_seconds=120)
 RUNNING, STOPPED = psutil.STATUS_RUNNING, psutil.STATUS_STOPPED
@@ -88,7 +88,13 @@ def test_a_pause_is_allowed_what_it_announces_and_ends_with_the_next_message_of_
 
 
 @pytest.mark.parametrize(
-    "from_the_background", [saved, lambda: SaveFailed(error="Unavailable", message="m", failures_in_a_row=1)]
+    "from_the_background",
+    [
+        saved,
+        lambda: SaveFailed(error="Unavailable", message="m", failures_in_a_row=1),
+        lambda: Slow(rank=1, since_step=3, over=False, excess_seconds=0.1, step_seconds=0.2),
+        lambda: Profiled(rank=1, path="/a/b"),
+    ],
 )
 def test_what_the_background_says_changes_nothing(world: World, from_the_background: Callable[[], Message]) -> None:
     world.silence.hear(Pause(what="evaluating", allowance_seconds=60))

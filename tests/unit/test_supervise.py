@@ -84,6 +84,13 @@ for step in scripts[min(spec.token, len(scripts)) - 1]:
             state_bytes=100, stall_seconds=0.001))
     elif word == "done":
         say(Done(checkpoint=head, position=Position(epoch=spec.stop, step=100), state_digest="s"))
+    elif word == "slow":
+        rank, _, over = rest.partition(" ")
+        say(Slow(rank=int(rank), since_step=4, over=bool(over), excess_seconds=0.1, step_seconds=0.3))
+    elif word == "profiled":
+        path = Path(spec.profile_folder) / f"rank-{{rest}}.json.gz"
+        path.touch()
+        say(Profiled(rank=int(rest), path=str(path)))
     elif word == "fail":
         kind, _, message = rest.partition(" ")
         say(Failed(error=kind, message=message, hint="look"))
@@ -117,6 +124,7 @@ class Notes:
         self.started: list[int] = []
         self.ended: list[tuple[int, str, str]] = []
         self.notified = 0
+        self.profiles: list[str] = []
 
     def attempt_started(self, token: int, start: int, stop: int, who: Mapping[str, Any]) -> None:
         self.started.append(token)
@@ -126,6 +134,9 @@ class Notes:
 
     def notify(self) -> None:
         self.notified += 1
+
+    def profiled(self, path: str) -> None:
+        self.profiles.append(path)
 
 
 class Bench:
@@ -166,6 +177,7 @@ class Bench:
             on_progress=self.progress.append,
             logger=logging.getLogger("test"),
             command=self.command(*scripts),
+            profile_folder=self.folder,
         ).run()
 
     def supervise(self, **changes: Any) -> None:
@@ -187,6 +199,23 @@ def test_a_range_that_goes_well_is_done_after_one_try(bench: Bench) -> None:
     assert bench.notes.notified == 3
     assert bench.progress[-1].phase == "done"
     assert bench.progress[-1].checkpoint_kind == "base"
+
+
+def test_a_slow_rank_is_logged_once_and_shown_until_it_is_over(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.run(["restored", "slow 1", "beat 10", "slow 1 over", "save 100", "done"])
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line == (
+        "rank 1 holds up the others since step 4: of a step's 300.0 ms it needs 100.0 more than their median"
+    )
+    assert next(shown.slow_rank for shown in bench.progress if shown.step == 10) == 1
+    assert bench.progress[-1].slow_rank is None
+
+
+def test_profiles_go_to_the_publisher(bench: Bench) -> None:
+    bench.run(["restored", "profiled 1", "profiled 0", "save 100", "done"])
+    assert bench.notes.profiles == [str(bench.folder / f"rank-{rank}.json.gz") for rank in (1, 0)]
 
 
 def test_a_range_that_the_store_has_starts_no_process_and_claims_no_token(bench: Bench) -> None:

@@ -182,6 +182,13 @@ class Manifest(Document):
         key = manifest_key if self.rebases is None else rebased_key
         return key(self.token, self.sequence)
 
+    def written_by_rank(self) -> dict[int, int]:
+        """Bytes of the packs of each rank."""
+        written = dict.fromkeys(range(self.world_size), 0)
+        for pack in self.packs:
+            written[pack.rank] += pack.size_bytes
+        return written
+
     def pack_keys(self) -> list[str]:
         """The objects that it names."""
         counts: Counter[int] = Counter()

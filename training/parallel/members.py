@@ -18,7 +18,7 @@ import psutil
 from training.allowance import Allowance
 from training.config import SupervisorConfig
 from training.parallel.wire import STOP, TELL, Alive, Bye, Collectives, Hello, Lines, Said, decode_word
-from training.ports import Failed, Message
+from training.ports import Failed, Message, Profiled
 
 FROZEN_SECONDS = 1.0  # stopped by a signal for so long
 DEAF_SECONDS = 2.0  # without a sign of life while it trains: its interpreter is held
@@ -68,7 +68,7 @@ class Members:
     Args:
         address: of the socket.
         limits: the silences that a training is allowed.
-        on_message: receives what the lowest rank says of the training.
+        on_message: receives what the lowest rank says of the training, and of each rank its profile.
         relay: receives every line of a rank, and which rank.
     """
 
@@ -224,6 +224,8 @@ class Members:
             message = word.message()
             if isinstance(message, Failed):
                 member.failed = message
+            elif isinstance(message, Profiled):
+                self.on_message(message)
             elif member.rank == min(self.members):
                 if self._allowance.hear(message):
                     self._progress = self.clock()

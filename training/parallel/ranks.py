@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from training.checkpoint.ranks.exchange import Exchange
 from training.errors import Unavailable
 from training.parallel.config import ParallelConfig
+from training.parallel.own_time import OwnTime, told_of_waits
+from training.parallel.pace import Pace
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +33,8 @@ class Ranks:
         mesh: all ranks: replicas and shards, and tensor parallelism last.
         exchange: with the other ranks, for checkpoints.
         device: of this rank.
+        own_time: of its steps.
+        pace: of all ranks; it stays empty where waits cannot be measured.
     """
 
     rank: int
@@ -39,6 +43,8 @@ class Ranks:
     mesh: DeviceMesh
     exchange: Exchange
     device: torch.device
+    own_time: OwnTime = field(default_factory=OwnTime)
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def data_rank(self) -> int:
@@ -48,15 +54,22 @@ class Ranks:
     def reduce(self, losses: Tensor, wish: bool) -> tuple[Tensor, bool]:
         """The sums of the losses of steps over all their samples, and whether any rank has a wish.
 
-        The same on every rank, bit for bit. Nobody goes on before all have done it.
+        The same on every rank, bit for bit. Nobody goes on before all have done it. Every rank tells its own time
+        of the steps in a place of its own, so that the sum tells all of them to all.
 
         Args:
             losses: of shape (steps,), what this rank's samples add to each.
             wish: of this rank.
         """
-        told = torch.cat([losses.double(), losses.new_full((1,), float(wish), dtype=torch.float64)])
+        steps, own = len(losses), [0.0] * self.size
+        own[self.rank] = self.own_time.seconds() / steps
+        told = torch.tensor([float(wish), *own], dtype=torch.float64, device=losses.device)
+        told = torch.cat([losses.double(), told])
         dist.all_reduce(told)
-        return (told[:-1] / self.config.tensor).to(losses.dtype), bool(told[-1].item())
+        _, wished, *own = told[steps - 1 :].tolist()
+        if self.own_time.measured:
+            self.pace.step(self.own_time.step_seconds() / steps, own)
+        return (told[:steps] / self.config.tensor).to(losses.dtype), bool(wished)
 
 
 @contextmanager
@@ -79,7 +92,9 @@ def joined(config: ParallelConfig, exchange: Exchange, device_type: str) -> Iter
     except (RuntimeError, ValueError) as error:
         raise Unavailable(f"rank {exchange.rank} could not join the others: {error}") from error
     try:
-        yield standing(config, exchange, device)
+        ranks = standing(config, exchange, device)
+        with told_of_waits(ranks.own_time) if device.type == "cpu" else nullcontext():
+            yield ranks
     finally:
         dist.destroy_process_group()
 
