@@ -102,7 +102,8 @@ class Launcher:
     def run(self) -> Failed | None:
         """Start the ranks and wait for their end. Returns what went wrong."""
         context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        pipes = self._spec.config.parallel.pipeline > 1
+        context.set_forkserver_preload([*PRELOAD, "torch.distributed.pipelining"] if pipes else PRELOAD)
         forkserver.ensure_running()  # it imports torch while this process does
         agent = _Agent(self._spec, self._line, self._folder.name)
         try:

@@ -145,7 +145,10 @@ class Members:
         return {rank: m.failed for rank, m in sorted(self.members.items()) if m.failed is not None}
 
     def _hung(self, now: float) -> Verdict | None:
-        """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest."""
+        """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest.
+
+        Stages of a pipeline begin different numbers of them; but those that hold up nobody wait for another one.
+        """
         silent = now - self._progress
         if silent < self._allowance.seconds - MARGIN_SECONDS or any(m.left for m in self.members.values()):
             self._asked = None
@@ -160,7 +163,7 @@ class Members:
             return None
         if not told:
             return None
-        last, first = min(told, key=_begun), max(told, key=_begun)
+        last, first = min(told, key=lambda member: (_waits(member), _begun(member))), max(told, key=_begun)
         reason = f"made no step for {silent:.1f} s"
         if _begun(last) < _begun(first) and first.collectives is not None:
             reason += f" and has not come to the collective that others wait in ({first.collectives.last})"
@@ -215,6 +218,10 @@ class _Speaker:
         """Whole lines of what was received."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
+
+
+def _waits(member: Member) -> bool:
+    return member.collectives is not None and member.collectives.waits
 
 
 def _begun(member: Member) -> int:

@@ -39,16 +39,17 @@ class Scene:
         (self.orders / "slow").unlink()
 
     def config(self, world: int, **changes: Any) -> JobConfig:
-        params = {**gpt_config().params, "folder": str(self.orders)}
-        return gpt_config(job="tests.support.slow_gpt:SlowGpt", params=params, parallel={"world": world}, **changes)
+        params = {**gpt_config().params, "n_layer": 3, "folder": str(self.orders)}
+        parallel = {"world": world, **changes.pop("parallel", {})}
+        return gpt_config(job="tests.support.slow_gpt:SlowGpt", params=params, parallel=parallel, **changes)
 
     def start(self, world: int = 2, name: str = "run", **changes: Any) -> Launched:
         self._launched.append(Launched(self.config(world, **changes), self.folder / name, self.data))
         return self._launched[-1]
 
-    def straight(self, world: int = 2) -> Done:
+    def straight(self, world: int = 2, **changes: Any) -> Done:
         """The same, undisturbed."""
-        last = self.start(world, "straight").end()
+        last = self.start(world, "straight", **changes).end()
         assert isinstance(last, Done)
         return last
 
@@ -97,6 +98,42 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_group(scene: Scene, rank: i
     assert last.error == "Unavailable"
     assert f"rank {rank} (pid {ranks[rank].pid}) was killed by SIGKILL" in last.message
     wait_until_gone(list(ranks.values()), 2)
+
+
+PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2, "microbatches": 2}}
+
+
+@pytest.mark.soak
+def test_a_pipeline_that_loses_a_rank_ends_as_the_straight_one(scene: Scene) -> None:
+    scene.tell("slow", 0.1)
+    group = scene.start(**PIPELINE)
+    group.until_step(3)
+    ranks = group.ranks()
+    ranks[1].kill()
+    last = group.end()
+    assert isinstance(last, Failed)
+    assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in last.message
+    wait_until_gone(list(ranks.values()), 2)
+    scene.quick()
+    again = scene.start(**PIPELINE)
+    done = again.end()
+    assert isinstance(done, Done)
+    assert again.restored().position.step > 0
+    assert done.state_digest == scene.straight(**PIPELINE).state_digest
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_of_a_pipeline_that_hangs_is_named(scene: Scene, rank: int) -> None:
+    scene.tell("slow", 0.1)
+    parallel = {"pipeline": 3, "microbatches": 4}
+    group = scene.start(world=3, parallel=parallel, supervisor={"silence_seconds": 3})
+    group.until_step(3)  # not before an evaluation, which may take long
+    ranks = group.ranks()
+    scene.tell("hang", rank)
+    last = group.end()
+    assert isinstance(last, Failed)
+    assert f"rank {rank} (pid {ranks[rank].pid}) made no step" in last.message
 
 
 @pytest.mark.soak
