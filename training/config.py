@@ -161,6 +161,21 @@ class JobConfig(Frozen):
         if steps > 1 and self.precision == "fp16":
             raise ValueError("parallel.local_steps: each rank would scale its loss for fp16; take precision: bf16")
 
+    @model_validator(mode="after")
+    def _pipeline_agrees(self) -> Self:
+        """All pieces of a micro-batch have one shape: buffers for it are made once."""
+        if self.parallel.pipeline == 1:
+            return self
+        pieces = self.parallel.data_ranks * self.parallel.microbatches
+        if self.batch_size % pieces:
+            raise ValueError(
+                f"batch_size {self.batch_size} is no multiple of {pieces}, the pieces that parallel.microbatches "
+                f"{self.parallel.microbatches} makes on {self.parallel.data_ranks} data-parallel ranks"
+            )
+        if self.precision == "fp16":
+            raise ValueError("parallel.pipeline scales no loss for fp16; take precision: bf16")
+        return self
+
     def identity(self) -> dict[str, Any]:
         """The part that changes the numbers. A checkpoint resumes only under an equal identity.
 

@@ -150,14 +150,24 @@ def load_batches(
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move the tensors of a collated batch."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def rows(batch: Any, chosen: slice | torch.Tensor) -> Any:
+    """Some samples of a collated batch: rows of its tensors."""
+    return map_tensors(lambda tensor: tensor[chosen] if tensor.dim() else tensor, batch)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The batch with each of its tensors changed."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: map_tensors(change, value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(map_tensors(change, value) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(map_tensors(change, value) for value in batch)
     return batch
 
 

@@ -32,15 +32,16 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     die_with_parent()
-    with os.fdopen(options.messages, "wb", buffering=0) as out, launching() as folder:
-        code = _run(out, folder)
+    with os.fdopen(0, "rb", buffering=0, closefd=False) as stdin:
+        spec = RangeSpec.model_validate_json(stdin.readline())
+    pipelines = spec.config.parallel.pipeline > 1
+    with os.fdopen(options.messages, "wb", buffering=0) as out, launching(pipelines) as folder:
+        code = _run(spec, out, folder)
     sys.stderr.flush()
     os._exit(code)  # the interpreter's own end takes a second with torch's threads, and nothing is left to be done
 
 
-def _run(out: FileIO, folder: Path) -> int:
-    with os.fdopen(0, "rb", buffering=0, closefd=False) as stdin:
-        spec = RangeSpec.model_validate_json(stdin.readline())
+def _run(spec: RangeSpec, out: FileIO, folder: Path) -> int:
     launcher = Launcher(spec, folder, out)
     signal.signal(signal.SIGTERM, lambda *_: launcher.ask_to_leave())
     watch_lifeline(0)

@@ -50,7 +50,10 @@ class Job(ABC, Generic[P]):
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over the model's parameters."""
+        """The optimizer over the model's parameters.
+
+        A rank of a pipeline is given its stages as one module: take parameters by name, and make as many groups.
+        """
 
     def scheduler(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
         """A learning-rate scheduler, stepped after each of `total_steps` optimizer steps; None for none."""
@@ -82,9 +85,30 @@ class Job(ABC, Generic[P]):
         del model, ranks
         return {}
 
+    def stages(self, model: nn.Module, count: int) -> list[nn.Module]:
+        """The model cut into `count` modules that are called one after the other, for `parallel.pipeline`.
+
+        Each is made of modules of `model` itself, not of copies, and under the same names: a parameter is called
+        `blocks.3.norm.weight` in its stage, too. The first is called with `inputs(batch)`; each following one with
+        what the one before returned, a tensor or a tuple of them. A tensor that two stages share is kept alike.
+        """
+        del model, count
+        return []
+
+    def inputs(self, batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """What a pipeline's first stage is called with; samples are the first dimension of each tensor."""
+        raise NotImplementedError
+
+    def loss_of(self, output: Any, batch: Any) -> Tensor:
+        """Mean loss of the output of a pipeline's last stage for one collated batch; a 0-dim tensor."""
+        raise NotImplementedError
+
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the model in eval mode on data that it was not trained on."""
+        """Metrics of the model in eval mode on data that it was not trained on.
+
+        Every rank of a group calls it and does the same. In a pipeline the model can be called, and nothing else.
+        """
 
 
 def load_job(path: str, params: dict[str, Any], data: Path | None) -> Job[Any]:

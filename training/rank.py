@@ -145,9 +145,16 @@ def _collectives() -> Collectives:
     dump = json.loads(_recorder._dump_fr_trace_json())
     entries = dump.get("entries", [])
     if not entries:
-        return Collectives(begun=0)
+        return Collectives(begun=0, waits=_waits())
     newest = max(entries, key=lambda entry: entry["record_id"])
-    return Collectives(begun=newest["record_id"] + 1, last=str(newest.get("profiling_name", "")))
+    last = str(newest.get("profiling_name", ""))
+    return Collectives(begun=newest["record_id"] + 1, last=last, waits=_waits())
+
+
+def _waits() -> bool:
+    """Whether the main thread is in a function of torch.distributed. Within a backward pass that is not seen."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and "/torch/distributed/" in frame.f_code.co_filename
 
 
 def _failed(error: Exception) -> Failed:

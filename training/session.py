@@ -77,6 +77,7 @@ def train_range(
         must_be_finite=trainer.must_be_finite,
         group=ranks.exchange if ranks is not None else None,
         split=trainer.must_be_finite,
+        holders_of=trainer.state.holders_of,
         rollback=rollback_policy(config.health),
         job=describe(config),
         data=data_version,

@@ -12,10 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from training.checkpoint.state.boxes import Box
+from training.checkpoint.state.boxes import NOTHING, Box
 from training.checkpoint.state.parts import boxes_of
+from training.checkpoint.state.share import HoldersOf
 from training.checkpoint.state.tree import PerRank
 from training.errors import Invalid
+from training.parallel.division import Division, segment_of
 from training.randomness import apply_randomness, capture_randomness
 from training.sharding import placed_like
 
@@ -38,6 +40,7 @@ class TrainingState:
     ranks: Ranks | None = None
     residuals: Residuals | None = None
     local: LocalSteps | None = None
+    division: Division | None = None
     _boxes: Mapping[str, Box] | None = None
 
     def capture(self) -> dict[str, Any]:
@@ -60,7 +63,7 @@ class TrainingState:
             if self.local.moments_differ:
                 found["optimizer"]["state"] = PerRank(found["optimizer"]["state"])
             found["outer"] = self.local.capture()
-        return found
+        return self.division.pool(found) if self.division is not None else found
 
     def apply(self, state: Mapping[str, Any], saved_by: int = 1) -> None:
         """Put a captured state back. Call it last, since it also sets the random generators.
@@ -72,6 +75,8 @@ class TrainingState:
         Raises:
             Invalid: names, shapes or dtypes differ from those of the live objects; they are listed.
         """
+        if self.division is not None:
+            state = self.division.part(state)
         apply_model(self.model, state["model"])
         optimizer = state["optimizer"]
         if self.local is not None:
@@ -97,6 +102,11 @@ class TrainingState:
         if own is not None and not is_new:  # a new rank keeps the generators that it was seeded with
             apply_randomness(own)
 
+    @property
+    def holders_of(self) -> HoldersOf | None:
+        """The ranks that hold a tensor of the captured state, by its key; None: all of them."""
+        return self.division.holders if self.division is not None else None
+
     def box(self, key: str) -> Box | None:
         """The part of a tensor that this rank holds, by its key in the captured state; None: all of it.
 
@@ -104,10 +114,11 @@ class TrainingState:
         """
         if self._boxes is None:
             self._boxes = boxes_of({"model": model_state(self.model)})
-        parts = key.split("/")
-        if parts[:2] == ["optimizer", "state"] and len(parts) > 3:
-            key = f"model/{parts[2]}"
-        return self._boxes.get(key)
+        here = self.division.key(key) if self.division is not None else key
+        if here is None:
+            return NOTHING
+        segment = segment_of(here)
+        return self._boxes.get(f"model/{segment}") if segment is not None else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

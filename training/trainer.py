@@ -60,14 +60,18 @@ class Trainer:
             torch.backends.cudnn.deterministic = True
         seed_everything(config.seed)
         self.job = load_job(config.job, config.params, data_folder)
-        self.model = self.job.model().to(self.device)
+        self.model = self.job.model()
+        if ranks is None or config.parallel.pipeline == 1:  # a device of one stage need not hold the whole
+            self.model.to(self.device)
         if config.init_from is not None:
             _start_from(self.model, config)
-        residuals = None
+        self.pipeline, residuals, division = None, None, None
         if ranks is not None:
             from training.parallel.wrap import cut  # one rank alone never pays for it
 
-            self.model, residuals = cut(self.model, self.job, ranks, config.precision)
+            found = cut(self.model, self.job, ranks, config, self._autocast)
+            self.model, self.pipeline = found.model, found.pipeline
+            residuals, division = found.residuals, found.division
         self.local: LocalSteps | None = None
         if config.parallel.local_steps > 1:
             from training.parallel.local import LocalSteps
@@ -82,7 +86,9 @@ class Trainer:
         self.schedule = Schedule(samples, config.batch_size, config.accumulate_batches)
         scheduler = self.job.scheduler(self.optimizer, self.total_steps)
         self.scaler = torch.amp.GradScaler(self.device.type) if config.precision == "fp16" else None
-        self.state = TrainingState(self.model, self.optimizer, scheduler, self.scaler, ranks, residuals, self.local)
+        self.state = TrainingState(
+            self.model, self.optimizer, scheduler, self.scaler, ranks, residuals, self.local, division
+        )
         self.model.train()
         self.seed()  # again: what model() drew must not matter for what follows
 
@@ -123,7 +129,7 @@ class Trainer:
 
     def seed(self) -> None:
         """The generators as a rank has them that is new at this point: each rank its own."""
-        seed_everything(seed_of_rank(self.config.seed, self._data_rank))  # those that share layers draw the same
+        seed_everything(seed_of_rank(self.config.seed, self.ranks.seat if self.ranks is not None else 0))
 
     def batches(self, position: Position) -> Iterator[Any]:
         """Micro-batches of the rest of the position's epoch."""
@@ -151,14 +157,20 @@ class Trainer:
             self.ranks.own_time.begin()
         self.optimizer.zero_grad(set_to_none=True)
         model, scale = self._replica_and_scale(window_samples)
+        if self.pipeline is not None:
+            self.pipeline.begin()
         total = torch.zeros((), device=self.device)
         left = window_samples
         while left > 0:
             count = min(self.config.batch_size, left)
             left -= count
             batch = to_device(next(batches), self.device)
+            own = self._share(count)
+            if self.pipeline is not None:
+                total += self.pipeline.step(batch, own, window_samples, last=left == 0)
+                continue
             # of this rank's samples the mean, by its share of the window: the sum over all ranks is a plain mean
-            weight = self._share(count) / window_samples
+            weight = own / window_samples
             with self._syncing(last=left == 0):
                 with self._autocast():
                     loss = self.job.loss(model, batch) * weight
@@ -218,7 +230,7 @@ class Trainer:
         if self.config.clip_grad_norm is not None:
             if self.scaler:
                 self.scaler.unscale_(self.optimizer)
-            clip_gradients(self.model.parameters(), self.config.clip_grad_norm)
+            clip_gradients(self.model.parameters(), self.config.clip_grad_norm, self.pipeline)
         if self.scaler:
             self.scaler.step(self.optimizer)
             self.scaler.update()

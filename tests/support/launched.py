@@ -166,7 +166,7 @@ class Scene:
         (self.orders / "slow").unlink()
 
     def config(self, world: int, parallel: dict[str, Any] | None = None, **changes: Any) -> JobConfig:
-        params = {**gpt_config().params, "folder": str(self.orders)}
+        params = {**gpt_config().params, "n_layer": 3, "folder": str(self.orders)}
         job = "tests.support.slow_gpt:SlowGpt"
         return gpt_config(job=job, params=params, parallel={"world": world, **(parallel or {})}, **changes)
 
@@ -182,9 +182,9 @@ class Scene:
         self._nodes.append(LentNode(self.gathering, ticket, log, **options))
         return self._nodes[-1]
 
-    def straight(self, world: int = 2) -> Done:
+    def straight(self, world: int = 2, **changes: Any) -> Done:
         """The same, undisturbed."""
-        last = self.start(world, "straight").end()
+        last = self.start(world, "straight", **changes).end()
         assert isinstance(last, Done)
         return last
 

@@ -29,9 +29,19 @@ class SlowGpt(CharGpt):
 
     Params: ClassVar[type[Params]] = SlowGptParams
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        rank = os.environ.get("RANK", "0")
+    def inputs(self, batch: Any) -> Tensor:
         time.sleep(float(self._told("slow") or 0))
+        self._obey()
+        return super().inputs(batch)
+
+    def stages(self, model: nn.Module, count: int) -> list[nn.Module]:
+        stages = super().stages(model, count)
+        for stage in stages:
+            stage.register_forward_pre_hook(lambda *_: self._obey())  # only the first rank takes inputs
+        return stages
+
+    def _obey(self) -> None:
+        rank = os.environ.get("RANK", "0")
         late, _, seconds = (self._told("late") or "").partition(" ")
         if late == rank:
             time.sleep(float(seconds))
@@ -39,7 +49,6 @@ class SlowGpt(CharGpt):
             threading.Event().wait()
         if self._told("fail") == rank:
             raise ValueError("this batch is bad")
-        return super().loss(model, batch)
 
     def _told(self, name: str) -> str | None:
         folder: Any = self.params

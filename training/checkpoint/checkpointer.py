@@ -40,8 +40,8 @@ from training.checkpoint.restore import RestoredState
 from training.checkpoint.state.boxes import BoxOf, no_box
 from training.checkpoint.state.buffers import BufferPair
 from training.checkpoint.state.overlap import Overlap
-from training.checkpoint.state.parts import boxes_of
-from training.checkpoint.state.share import ALONE, Share
+from training.checkpoint.state.parts import box_like
+from training.checkpoint.state.share import ALONE, HoldersOf, Share
 from training.checkpoint.state.tree import flatten
 from training.checkpoint.store import Store, open_store
 from training.checkpoint.token import Rollback, run_of
@@ -75,6 +75,8 @@ class IncrementalCheckpointer:
             rank saves some of them. All else that is not sharded is rank 0's.
         patience_seconds: in a group, how long a rank that lives may take to write its share, before the save fails
             on all.
+        holders_of: the ranks that hold a tensor, by its key, in order, where a state has a `Pooled` in it: what is
+            said of all ranks above is true of these then. Default: all ranks hold all tensors.
         rollback: after such a save, or `quarantine`, the next attempt starts from before the trouble.
         encode_threads: threads that compress in the background.
         upload_threads: threads that put packs.
@@ -101,6 +103,7 @@ class IncrementalCheckpointer:
         group: Exchange | None = None,
         split: Iterable[str] = (),
         patience_seconds: float = 600.0,
+        holders_of: HoldersOf | None = None,
         rollback: RollbackPolicy | None = None,
         encode_threads: int = 1,
         upload_threads: int = 2,
@@ -128,7 +131,7 @@ class IncrementalCheckpointer:
         self._on_saved = on_saved
         self._clock = clock
         self._closed = False
-        share = Share(group.rank, group.size, frozenset(split)) if group is not None else ALONE
+        share = Share(group.rank, group.size, frozenset(split), holders_of) if group is not None else ALONE
         self._buffers = BufferPair(share)
         self._overlap = Overlap(self._let_step)
         self._saver = futures.ThreadPoolExecutor(1, "retoma-save")
@@ -175,8 +178,8 @@ class IncrementalCheckpointer:
 
         Args:
             like: in a group, the live state, or the part that is needed by the key of a tensor: of one that is
-                sharded there, its part comes back, as a plain tensor. Every other tensor comes back whole. Later
-                calls without it need the same as the one before.
+                sharded there, its part comes back, as a plain tensor. Every other tensor comes back whole; of a
+                `Pooled` only what it holds there. Later calls without it need the same as the one before.
 
         The first call opens the attempt: claims a token, restores, and seals what it restored. Later calls return
         the newest state that this attempt committed.
@@ -186,7 +189,7 @@ class IncrementalCheckpointer:
             Fenced: a newer attempt has taken over.
         """
         if like is not None:
-            self._attempt.box_of = like if callable(like) else boxes_of(like).get
+            self._attempt.box_of = like if callable(like) else box_like(like)
         if not self._attempt.is_open:
             return self._attempt.open()
         self.wait()
@@ -367,7 +370,7 @@ class IncrementalCheckpointer:
         """Open the attempt without `restore`: of sharded tensors only what this rank saves is read."""
         if self.group is not None:
             with contextlib.suppress(Invalid, RecursionError):  # the copy will say which tensor it is
-                self._attempt.box_of = boxes_of(state).get
+                self._attempt.box_of = box_like(state)
         self._attempt.open()
         self._attempt.box_of = no_box
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -133,9 +134,26 @@ class CharGpt(Job[GptParams]):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy of each next byte; a window carries one byte more than the context."""
-        window = batch.long()
-        logits = model(window[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        return self.loss_of(model(self.inputs(batch)), batch)
+
+    def stages(self, model: nn.Module, count: int) -> list[nn.Module]:
+        """The blocks in equal numbers, as far as they go; the embedding with the first, the head with the last."""
+        depth = self.params.n_layer
+        if count > depth:
+            raise Invalid(
+                f"{count} stages for {depth} blocks", hint="set params.n_layer higher, or parallel.pipeline lower"
+            )
+        cuts = [number * depth // count for number in range(count + 1)]
+        return [GptStage(cast("Gpt", model), start, stop) for start, stop in pairwise(cuts)]
+
+    def inputs(self, batch: Any) -> Tensor:
+        """All bytes of the windows but the last."""
+        inputs: Tensor = batch[:, :-1].long()
+        return inputs
+
+    def loss_of(self, output: Any, batch: Any) -> Tensor:
+        """Cross-entropy with all bytes of the windows but the first."""
+        return F.cross_entropy(output.flatten(0, 1), batch[:, 1:].long().flatten())
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -207,6 +225,33 @@ class Gpt(nn.Module):
         hidden = self.blocks(self.drop(self.token(tokens) + self.position(places)))
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+
+class GptStage(nn.Module):
+    """Blocks `start` to `stop` of a model, with its embedding or its head if they are the first or the last.
+
+    Tokens or hidden states (batch, length, width) to hidden states or logits.
+    """
+
+    def __init__(self, model: Gpt, start: int, stop: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = start == 0, stop == len(model.blocks)
+        if self.is_first:
+            self.token, self.position, self.drop = model.token, model.position, model.drop
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in range(start, stop)})
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Gpt.forward`, cut at the blocks."""
+        if self.is_first:
+            places = torch.arange(x.shape[1], device=x.device)
+            x = self.drop(self.token(x) + self.position(places))
+        for block in self.blocks.values():
+            x = block(x)
+        if self.is_last:
+            x = self.head(self.norm(x))
+        return x
 
 
 class Block(nn.Module):

@@ -90,6 +90,18 @@ class Drilled(Job[DrilledParams]):
         """Its plan that shares the sequence, too."""
         return self.inside.sequence_plan(model, ranks)
 
+    def stages(self, model: nn.Module, count: int) -> list[nn.Module]:
+        """Its stages."""
+        return self.inside.stages(model, count)
+
+    def inputs(self, batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """Its inputs."""
+        return self.inside.inputs(batch)
+
+    def loss_of(self, output: Any, batch: Any) -> Tensor:
+        """Its loss of an output."""
+        return self.inside.loss_of(output, batch)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Its metrics."""
         return self.inside.evaluate(model)

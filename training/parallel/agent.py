@@ -30,8 +30,12 @@ LAST_WORDS_SECONDS = 1.0  # from the end of one rank until the others have said 
 
 
 @contextmanager
-def launching() -> Iterator[Path]:
-    """A process that forks ranks: its environment, its fork server that imports torch, and a folder of its own."""
+def launching(pipelines: bool = False) -> Iterator[Path]:
+    """A process that forks ranks: its environment, its fork server that imports torch, and a folder of its own.
+
+    Args:
+        pipelines: whether the ranks will be stages of one.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
@@ -42,7 +46,7 @@ def launching() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
     tempfile.tempdir = str(folder)  # of this process: multiprocessing and torch leave files
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, "torch.distributed.pipelining"] if pipelines else PRELOAD)
     forkserver.ensure_running()  # it imports torch while this process does
     try:
         yield folder

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from training.checkpoint.state.parts import is_sharded
 
+if TYPE_CHECKING:
+    from training.parallel.pipeline import Pipeline
 
-def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> None:
-    """Scale the gradients so that the norm of all of them together is at most `most`.
+
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float, pipeline: Pipeline | None = None) -> None:
+    """Scale the gradients so that the norm of all of them together, of all stages of a pipeline, is at most `most`.
 
     torch's own function takes sharded and whole gradients, but not both at once.
     """
     live = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in live if is_sharded(parameter)]
-    if not sharded:
+    if pipeline is None and not any(is_sharded(parameter) for parameter in live):
         torch.nn.utils.clip_grad_norm_(live, most)
         return
-    whole = [parameter for parameter in live if not is_sharded(parameter)]
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in sharded:
-        groups.setdefault(cast("Any", parameter).device_mesh, []).append(parameter)
-    norms = [_norm(group) for group in (whole, *groups.values()) if group]
+    counted = live if pipeline is None else [parameter for parameter in live if pipeline.counts(parameter)]
+    norms = [_norm(group) for group in _by_mesh(counted)] or [torch.zeros((), device=live[0].device)]
     total = torch.linalg.vector_norm(torch.stack(norms))
-    for group in (whole, *groups.values()):
+    if pipeline is not None:
+        total = pipeline.total_norm(total)
+    for group in _by_mesh(live):
         torch.nn.utils.clip_grads_with_norm_(group, most, total)
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that are whole first."""
+    groups: dict[object, list[nn.Parameter]] = {None: []}
+    for parameter in parameters:
+        groups.setdefault(cast("Any", parameter).device_mesh if is_sharded(parameter) else None, []).append(
+            parameter
+        )
+    return [group for group in groups.values() if group]
 
 
 def _norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -28,6 +28,10 @@ class ParallelConfig(BaseModel):
     sequence: bool = Field(
         False, description="ranks that share layers hold a part of the sequence each between them: sequence_plan()"
     )
+    pipeline: int = Field(1, ge=1, description="ranks that hold layers one after the other, by the job's stages()")
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field("1f1b", description="of a pipeline")
+    microbatches: int = Field(1, ge=1, description="of a pipeline: pieces of a micro-batch that are on their way")
+    stages_per_rank: int = Field(1, ge=1, description="of a pipeline; interleaved: 2 or more")
     activation_checkpointing: bool = Field(
         False, description="the job's blocks() are computed again in the backward pass instead of being kept"
     )
@@ -50,12 +54,16 @@ class ParallelConfig(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         """Each rule names what to change."""
-        if self.world % self.tensor:
-            raise ValueError(f"world {self.world} is no multiple of tensor {self.tensor}")
+        if self.world % (self.pipeline * self.tensor):
+            raise ValueError(
+                f"world {self.world} is no multiple of tensor {self.tensor}"
+                if self.pipeline == 1
+                else f"world {self.world} is no multiple of pipeline {self.pipeline} times tensor {self.tensor}"
+            )
         if self.data == "hsdp":
             if self.replicas < 2 or self.data_ranks % self.replicas or self.data_ranks == self.replicas:
                 raise ValueError(
-                    f"hsdp needs replicas >= 2 that divide world / tensor = {self.data_ranks} into shards of 2 or "
+                    f"hsdp needs replicas >= 2 that divide the {self.data_ranks} data ranks into shards of 2 or "
                     f"more, not {self.replicas}; else use fsdp or ddp"
                 )
         elif self.replicas != 1:
@@ -70,6 +78,36 @@ class ParallelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _pipeline_fits(self) -> Self:
+        if self.pipeline == 1:
+            for name in ("schedule", "microbatches", "stages_per_rank"):
+                if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} belongs to a pipeline; set pipeline to 2 or more")
+            return self
+        if self.data == "hsdp" or self.compression is not None:
+            other = "data: hsdp" if self.data == "hsdp" else f"compression: {self.compression}"
+            raise ValueError(f"a pipeline and {other} cannot be combined; take ddp without compression, or fsdp")
+        if self.sequence:
+            raise ValueError("a pipeline sends whole sequences from stage to stage: set sequence to false")
+        if (self.schedule == "interleaved") != (self.stages_per_rank > 1):
+            raise ValueError(
+                f"stages_per_rank {self.stages_per_rank} with schedule {self.schedule}: interleaved needs 2 or "
+                "more, gpipe and 1f1b need 1"
+            )
+        if self.schedule == "1f1b" and self.microbatches < self.pipeline:
+            raise ValueError(
+                f"microbatches {self.microbatches} leave ranks of a pipeline of {self.pipeline} idle; 1f1b needs "
+                f"at least {self.pipeline}, or take schedule: gpipe"
+            )
+        rounds = max(1, self.microbatches // self.pipeline)
+        if self.schedule == "interleaved" and self.microbatches % rounds:
+            raise ValueError(
+                f"microbatches {self.microbatches} do not fall into {rounds} equal rounds of interleaved; take a "
+                f"multiple of pipeline {self.pipeline}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _local_steps_fit(self) -> Self:
         """Each rule names what to change."""
         if self.outer != "nesterov" and (self.outer_lr, self.outer_momentum) != (OUTER_LR, OUTER_MOMENTUM):
@@ -77,8 +115,10 @@ class ParallelConfig(BaseModel):
         if self.local_steps == 1:
             if self.local_after_steps or self.outer != "average":
                 raise ValueError("local_after_steps and outer belong to local_steps >= 2")
-        elif self.data != "ddp" or self.tensor > 1:
-            raise ValueError(f"local_steps {self.local_steps} needs whole replicas: data: ddp, and no tensor")
+        elif self.data != "ddp" or self.tensor > 1 or self.pipeline > 1:
+            raise ValueError(
+                f"local_steps {self.local_steps} needs whole replicas: data: ddp, no tensor and no pipeline"
+            )
         elif self.compression is not None:
             raise ValueError(f"local_steps {self.local_steps} sums no gradients to compress: drop compression")
         return self
@@ -118,4 +158,9 @@ class ParallelConfig(BaseModel):
     @property
     def data_ranks(self) -> int:
         """Ranks that see different samples."""
-        return self.world // self.tensor
+        return self.world // (self.pipeline * self.tensor)
+
+    @property
+    def stages(self) -> int:
+        """Into which a pipeline cuts the model."""
+        return self.pipeline * self.stages_per_rank

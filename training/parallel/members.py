@@ -161,6 +161,8 @@ class Members:
     def hung(self, ask: Callable[[bytes], None]) -> Verdict | None:
         """No rank makes a step, and all are alive: the one that began the fewest collectives holds up the rest.
 
+        Stages of a pipeline begin different numbers of them; but those that hold up nobody wait for another one.
+
         Args:
             ask: sends a word to the ranks of all nodes.
         """
@@ -179,7 +181,7 @@ class Members:
             return None
         if not told:
             return None
-        last, first = min(told, key=_begun), max(told, key=_begun)
+        last, first = min(told, key=lambda member: (_waits(member), _begun(member))), max(told, key=_begun)
         reason = f"made no step for {silent:.1f} s"
         if _begun(last) < _begun(first) and first.collectives is not None:
             reason += f" and has not come to the collective that others wait in ({first.collectives.last})"
@@ -232,6 +234,10 @@ class Members:
                 self.on_message(message)
         else:
             assert word is None or isinstance(word, Alive)  # noqa: S101
+
+
+def _waits(member: Member) -> bool:
+    return member.collectives is not None and member.collectives.waits
 
 
 def _begun(member: Member) -> int:

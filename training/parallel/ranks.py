@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.ranks.exchange import Exchange
+from training.checkpoint.state.parts import PIPELINE
 from training.errors import Unavailable
 from training.parallel.config import ParallelConfig
 from training.parallel.own_time import OwnTime, told_of_waits
@@ -30,7 +31,7 @@ class Ranks:
     Attributes:
         rank, size: of this process, and of the group.
         config: how the training is cut.
-        mesh: all ranks: replicas and shards, and tensor parallelism last.
+        mesh: all ranks: the pipeline first, then replicas and shards, and tensor parallelism last.
         exchange: with the other ranks, for checkpoints.
         device: of this rank.
         own_time: of its steps.
@@ -49,11 +50,22 @@ class Ranks:
     @property
     def data_rank(self) -> int:
         """Which samples this rank sees: its place among those that see different ones."""
+        return self.seat % self.config.data_ranks
+
+    @property
+    def seat(self) -> int:
+        """Its place among those that draw different random numbers: ranks that share layers draw the same."""
         return self.rank // self.config.tensor
+
+    @property
+    def place(self) -> int:
+        """Its place in the pipeline."""
+        return self.seat // self.config.data_ranks
 
     def reduce(self, losses: Tensor, wish: bool) -> tuple[Tensor, bool]:
         """The sums of the losses of steps over all their samples, and whether any rank has a wish.
 
+        In a pipeline the ranks of the last stage know the loss, and the others have come with 0.
         The same on every rank, bit for bit. Nobody goes on before all have done it. Every rank tells its own time
         of the steps in a place of its own, so that the sum tells all of them to all.
 
@@ -103,9 +115,11 @@ def standing(config: ParallelConfig, exchange: Exchange, device: torch.device) -
     """Where this process stands in the group that it has joined."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    dims = {"dp": config.data_ranks}
+    dims = {PIPELINE: config.pipeline} if config.pipeline > 1 else {}
     if config.data == "hsdp":
-        dims = {"replicate": config.replicas, "shard": config.data_ranks // config.replicas}
+        dims |= {"replicate": config.replicas, "shard": config.data_ranks // config.replicas}
+    else:
+        dims["dp"] = config.data_ranks
     if config.tensor > 1:
         dims["tp"] = config.tensor
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))

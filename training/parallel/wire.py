@@ -37,11 +37,15 @@ class Alive(Frozen):
 
 
 class Collectives(Frozen):
-    """How many collectives the rank has begun, by the flight recorder of torch, and what the last one was."""
+    """How many collectives the rank has begun, by the flight recorder of torch, and what the last one was.
+
+    And whether its training waits for other ranks, by its stack: what stages send to each other is not recorded.
+    """
 
     kind: Literal["collectives"] = "collectives"
     begun: int
     last: str = ""
+    waits: bool = False
 
 
 class Bye(Frozen):

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,42 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_group(scene: Scene, rank: i
     assert last.error == "Unavailable"
     assert f"rank {rank} (pid {ranks[rank].pid}) was killed by SIGKILL" in last.message
     wait_until_gone(list(ranks.values()), 2)
+
+
+PIPELINE: dict[str, Any] = {"parallel": {"pipeline": 2, "microbatches": 2}}
+
+
+@pytest.mark.soak
+def test_a_pipeline_that_loses_a_rank_ends_as_the_straight_one(scene: Scene) -> None:
+    scene.tell("slow", 0.1)
+    group = scene.start(**PIPELINE)
+    group.until_step(3)
+    ranks = group.ranks()
+    ranks[1].kill()
+    last = group.end()
+    assert isinstance(last, Failed)
+    assert f"rank 1 (pid {ranks[1].pid}) was killed by SIGKILL" in last.message
+    wait_until_gone(list(ranks.values()), 2)
+    scene.quick()
+    again = scene.start(**PIPELINE)
+    done = again.end()
+    assert isinstance(done, Done)
+    assert again.restored().position.step > 0
+    assert done.state_digest == scene.straight(**PIPELINE).state_digest
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_of_a_pipeline_that_hangs_is_named(scene: Scene, rank: int) -> None:
+    scene.tell("slow", 0.1)
+    parallel = {"pipeline": 3, "microbatches": 4}
+    group = scene.start(world=3, parallel=parallel, supervisor={"silence_seconds": 3})
+    group.until_step(3)  # not before an evaluation, which may take long
+    ranks = group.ranks()
+    scene.tell("hang", rank)
+    last = group.end()
+    assert isinstance(last, Failed)
+    assert f"rank {rank} (pid {ranks[rank].pid}) made no step" in last.message
 
 
 @pytest.mark.soak

@@ -126,15 +126,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("local") / "corpus")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
         (2, NESTEROV),
-        pytest.param(3, NESTEROV, marks=pytest.mark.soak),
-        pytest.param(2, AVERAGE, marks=pytest.mark.soak),
-        pytest.param(3, AVERAGE, marks=pytest.mark.soak),
-        pytest.param(2, {**AVERAGE, "local_after_steps": 3}, marks=pytest.mark.soak),
-        pytest.param(2, {**NESTEROV, "local_after_steps": 3, "outer_lr": 0.5}, marks=pytest.mark.soak),
+        (3, NESTEROV),
+        (2, AVERAGE),
+        (3, AVERAGE),
+        (2, {**AVERAGE, "local_after_steps": 3}),
+        (2, {**NESTEROV, "local_after_steps": 3, "outer_lr": 0.5}),
     ],
 )
 def test_ranks_train_what_replicas_in_one_process_train(

@@ -70,9 +70,8 @@ def figures(manifest: Manifest) -> dict[str, float]:
     return {name: value for point in manifest.metrics for name, value in point.values.items()}
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.soak) for name in STRATEGIES if name != "ddp")]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_slow_rank_is_the_one_that_does_not_wait_and_the_others_wait_as_long_as_it_is_slow(
     strategy: str, scene: Scene
 ) -> None:

@@ -73,6 +73,7 @@ def is_own(key: str) -> bool:
 
 
 BoxOf = Callable[[str], Box | None]
+NOTHING = Box((0,), (-1,))  # what a rank needs of a tensor that it does not hold at all
 
 
 def no_box(key: str) -> None:
@@ -91,6 +92,10 @@ class Wanted:
     rank: int | None = None
     box_of: BoxOf = no_box
 
+    def leaves_out(self, entry: Tensor) -> bool:
+        """Whether a tensor is none of this rank's, so that even its place in the state is."""
+        return self.rank is not None and self.box_of(whole_key(entry.key)) is NOTHING
+
     def box(self, key: str, shape: Sequence[int]) -> Box:
         """The part that is wanted of a tensor of this shape, by the key of the tensor or of one of its parts."""
         box = self.box_of(whole_key(key))
@@ -99,7 +104,7 @@ class Wanted:
 
     def needs(self, entry: Tensor) -> bool:
         """Whether anything of a saved tensor is needed, if only the fact that it is empty."""
-        return bool(self.items(entry)) or 0 in entry.shape
+        return bool(self.items(entry)) or (0 in entry.shape and not self.leaves_out(entry))
 
     def items(self, entry: Tensor) -> range:
         """The elements of a saved tensor, or part of one, that are needed, in the order of the memory."""
@@ -109,6 +114,8 @@ class Wanted:
         if (owner := rank_of(entry.key)) is not None:
             return everything if owner == self.rank else range(0)
         wanted = self.box_of(whole_key(entry.key))
+        if wanted is NOTHING:
+            return range(0)
         if wanted is None or len(wanted.sizes) != len(entry.shape):
             return everything
         saved = Box(entry.offsets, entry.shape)

@@ -7,7 +7,7 @@ hundred step counters cost one chunk. Buffers are reused from save to save.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +77,11 @@ class SnapshotBuffers:
         if not isinstance(state, Mapping):
             raise Invalid(f"a state must be a mapping of names, not {type(state).__name__}")
         flat = flatten(dict(state), self.share.rank)
+        if flat.is_pooled and self.share.holders_of is None:
+            raise Invalid(
+                "a state with a Pooled in it, and nobody knows which ranks hold the same of it",
+                hint="IncrementalCheckpointer(..., group=..., holders_of=...)",
+            )
         signature = (flat.tree, flat.keys, [(t.dtype, tuple(t.shape), t.is_cuda) for t in flat.tensors])
         if self._template is None or signature != self._signature:
             self._lay_out(flat)
@@ -105,12 +110,13 @@ class SnapshotBuffers:
         sizes: dict[str, int] = {}
         items: dict[str, int] = {}
         entries = []
-        roles = {**_roles(flat, own=True), **_roles(flat, own=False)}
+        owners = [self._owner(flat, place) for place in range(len(flat.keys))]
+        roles = _roles(flat, owners)
         for place, (key, tensor) in enumerate(zip(flat.keys, flat.tensors, strict=True)):
             item_bytes = tensor.element_size()
             size_bytes = tensor.numel() * item_bytes
-            whose = f"r{self.share.rank:04d}/" if place in flat.own else ""
-            chunk = key if size_bytes >= SMALL_BYTES else f"~slab/{whose}{item_bytes}{roles.get(key, '')}"
+            slab = f"~slab/{owners[place]}{item_bytes}{roles.get(place, '')}"
+            chunk = key if size_bytes >= SMALL_BYTES else slab
             entries.append(
                 Tensor(
                     key=key,
@@ -132,6 +138,13 @@ class SnapshotBuffers:
             if chunk in mine
         }
         self._hold(layout, layout_digest(layout), items, buffers)
+
+    def _owner(self, flat: Flat, place: int) -> str:
+        """Whose slab a small tensor goes to: a rank's own, that of the ranks that hold it, or that of all."""
+        if place in flat.own:
+            return f"r{self.share.rank:04d}/"
+        holders = self.share.holders(flat.keys[place])
+        return f"p{holders[0]:04d}/" if len(holders) < self.share.size else ""
 
     def _hold(
         self, layout: Layout, digest: str, items: Mapping[str, int], buffers: Mapping[str, torch.Tensor]
@@ -191,16 +204,16 @@ class BufferPair:
         self._copiers.shutdown()
 
 
-def _roles(flat: Flat, *, own: bool) -> dict[str, str]:
-    """`/exp_avg` and the like for small tensors that have their last name in common with others.
+def _roles(flat: Flat, owners: Sequence[str]) -> dict[int, str]:
+    """`/exp_avg` and the like for the places of small tensors that have their last name in common with others.
 
     Weights, first and second moments are best coded in different ways, so that they do not share a slab.
     """
     tensors = enumerate(zip(flat.keys, flat.tensors, strict=True))
-    small = [k for place, (k, t) in tensors if t.nbytes < SMALL_BYTES and "/" in k and (place in flat.own) == own]
-    names = {key: whole_key(key).rpartition("/")[2] for key in small}
+    small = {place: key for place, (key, tensor) in tensors if tensor.nbytes < SMALL_BYTES and "/" in key}
+    names = {place: (owners[place], whole_key(key).rpartition("/")[2]) for place, key in small.items()}
     counts = Counter(names.values())
-    return {key: f"/{name}" for key, name in names.items() if counts[name] >= _MANY and "." not in name}
+    return {place: f"/{name[1]}" for place, name in names.items() if counts[name] >= _MANY and "." not in name[1]}
 
 
 def _alike(promised: torch.Tensor, tensor: torch.Tensor) -> bool:

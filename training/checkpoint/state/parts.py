@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import xxhash
 
-from training.checkpoint.state.boxes import Box
+from training.checkpoint.state.boxes import NOTHING, Box, BoxOf
+from training.checkpoint.state.pooled import Pooled
 from training.errors import Invalid
 
 PIPELINE = "pp"  # name of the dimension of a mesh whose ranks hold different layers
@@ -58,11 +59,26 @@ def part_of(tensor: torch.Tensor, key: str) -> Part | None:
     return Part(boxes[0][0], local, ours)
 
 
+def box_like(state: Any) -> BoxOf:
+    """What a rank needs that has this live state: of a sharded tensor its box, nothing of what it does not hold."""
+    boxes, others = boxes_of(state), _not_held(state)
+
+    def box(key: str) -> Box | None:
+        segments = key.split("/")
+        if others and any("/".join(segments[:count]) in others for count in range(1, len(segments) + 1)):
+            return NOTHING
+        return boxes.get(key)
+
+    return box
+
+
 def boxes_of(state: Any, path: str = "") -> Mapping[str, Box]:
     """The boxes of the sharded tensors in a live state, by key: what this rank needs of them.
 
     A rank without a row of a tensor has an empty box.
     """
+    if isinstance(state, Pooled):
+        return boxes_of(state.value, path)
     if isinstance(state, torch.Tensor):
         return {path.removeprefix("/"): _box_of(state)} if is_sharded(state) and state.numel() else {}
     if isinstance(state, Mapping):
@@ -72,6 +88,15 @@ def boxes_of(state: Any, path: str = "") -> Mapping[str, Box]:
     else:
         return {}
     return {key: box for child, value in children for key, box in boxes_of(value, child).items()}
+
+
+def _not_held(state: Any, path: str = "") -> set[str]:
+    """Keys of the entries that other ranks have of what is pooled."""
+    if isinstance(state, Pooled) and isinstance(state.value, dict):
+        return {f"{path}/{escape(name)}".removeprefix("/") for name in state.order if name not in state.value}
+    if isinstance(state, Mapping):
+        return {key for name, value in state.items() for key in _not_held(value, f"{path}/{escape(name)}")}
+    return set()
 
 
 def escape(key: str | int) -> str:

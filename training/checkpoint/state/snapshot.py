@@ -14,7 +14,8 @@ from training.checkpoint.coding.chunks import ChunkData
 from training.checkpoint.manifest import FRAME_BYTES, Layout, Tensor
 from training.checkpoint.state.boxes import EVERYTHING, PART_MARK, Box, Wanted, whole_key
 from training.checkpoint.state.dtypes import dtype_of
-from training.checkpoint.state.tree import of_rank, unflatten
+from training.checkpoint.state.rank_tree import of_rank, without
+from training.checkpoint.state.tree import unflatten
 from training.errors import Corrupt
 
 
@@ -42,6 +43,8 @@ def rebuild(
     wanted: Wanted = EVERYTHING,
 ) -> Any:
     """The state as it was given to `save`, or a rank's part of it: of a sharded tensor a plain one of its box.
+
+    A dict lacks the entries all of whose tensors other ranks hold.
 
     Args:
         layout: its structure.
@@ -73,7 +76,11 @@ def rebuild(
     def join(shape: list[int], places: list[int]) -> torch.Tensor:
         return _join([(layout.tensors[place], tensors[place]) for place in places], shape, wanted)
 
-    tree = layout.tree if wanted.rank is None else of_rank(layout.tree, wanted.rank)
+    tree = layout.tree
+    if wanted.rank is not None:
+        others = {place for place, entry in enumerate(layout.tensors) if wanted.leaves_out(entry)}
+        tree = of_rank(tree, wanted.rank)
+        tree = without(tree, others) if others else tree
     return unflatten(tree, tensors, values, join)
 
 

@@ -5,7 +5,8 @@ Nodes: `{"d": [[key, node], ...]}` dict, `{"l": [...]}` list, `{"u": [...]}` tup
 `{"c": [[key, node], ...]}` Counter, `{"n": i}` numpy array held as tensor i, `{"g": i}` numpy scalar held as
 tensor i, `{"k": constant}` null, bool or str, `{"v": i}` scalar i, `{"s": [shape, [i, ...]]}` a tensor in parts,
 `{"r": [node, ...]}` a value of which each rank has its own. Constants are a part of the structure, since they
-hardly ever change: a manifest does not repeat the names of a thousand parameters.
+hardly ever change: a manifest does not repeat the names of a thousand parameters. Only between ranks, never in a
+store: `{"p": [[place, ...], node]}` a dict or list of which a rank has the entries at these places of the whole.
 Scalars: JSON int, finite float; `{"float": hex}` for inf and NaN, `{"bytes": base64}`.
 """
 
@@ -26,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from training.checkpoint.state.boxes import RANK_MARK, part_key
 from training.checkpoint.state.dtypes import check_tensor
 from training.checkpoint.state.parts import escape, is_sharded, part_of
+from training.checkpoint.state.pooled import Pooled
 from training.errors import Invalid
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -61,7 +63,8 @@ class Flat:
         addresses: of their first elements; 0 for one that is empty.
         values: the scalars as typed JSON.
         own: places in `tensors` of what only this rank has: parts, and what is per rank.
-        own_values: the same in `values`.
+        own_values: the same in `values`, and those that not all ranks have.
+        is_pooled: whether there is something that not all ranks have.
     """
 
     rank: int | None = None
@@ -73,7 +76,9 @@ class Flat:
     values: list[Any] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
     own_values: list[int] = field(default_factory=list)
+    is_pooled: bool = False
     _within_own: bool = False
+    _within_pool: bool = False
     _seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
@@ -146,18 +151,6 @@ def _leaf(
     raise Invalid(f"unknown node {kind!r} in the tree of a state", hint="upgrade retoma")
 
 
-def of_rank(tree: Any, rank: int) -> Any:
-    """The tree with the values of one rank in the places of those that each rank has its own of."""
-    ((kind, content),) = tree.items()
-    if kind == "r":
-        return content[rank] if rank < len(content) else {"k": None}
-    if kind in ("d", "c"):
-        return {kind: [[key, of_rank(node, rank)] for key, node in content]}
-    if kind in _SEQUENCES:
-        return {kind: [of_rank(node, rank) for node in content]}
-    return tree
-
-
 def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -166,6 +159,8 @@ def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
         return {"t": _tensor(value, path, flat)}
     if kind is PerRank:
         return {"r": [_own_node(value, path, flat, depth)]}
+    if kind is Pooled:
+        return _pooled_node(value, path, flat, depth)
     if kind in _ARRAYS or isinstance(value, np.generic):
         tensor = _from_numpy(np.asarray(value), path)
         return {"n" if kind in _ARRAYS else "g": _tensor(tensor, path, flat)}
@@ -179,20 +174,40 @@ def _node(value: Any, path: str, flat: Flat, depth: int = 0) -> dict[str, Any]:
     if kind in (list, tuple, torch.Size):
         nodes = [_node(v, f"{path}/~i{i}", flat, depth + 1) for i, v in enumerate(value)]
         return {"l" if kind is list else "u": nodes}
-    if flat._within_own:
+    if flat._within_own or flat._within_pool:
         flat.own_values.append(len(flat.values))
     flat.values.append(_dump_value(value, path))
     return {"v": len(flat.values) - 1}
 
 
 def _own_node(value: PerRank, path: str, flat: Flat, depth: int) -> dict[str, Any]:
-    if flat._within_own:
-        raise Invalid(f"{path.removeprefix('/')}: a value per rank within another one")
+    _check_outermost(path, flat)
     flat._within_own = True
     try:
         return _node(value.value, f"{path}{RANK_MARK}{flat.rank or 0}", flat, depth + 1)
     finally:
         flat._within_own = False
+
+
+def _pooled_node(value: Pooled, path: str, flat: Flat, depth: int) -> dict[str, Any]:
+    _check_outermost(path, flat)
+    places = {name: place for place, name in enumerate(value.order)}
+    if unknown := [name for name in value.value if name not in places]:
+        raise Invalid(f"{path.removeprefix('/')}: {unknown[0]!r} is not among the {len(places)} names of the whole")
+    names = sorted(value.value, key=places.__getitem__)
+    held = {name: value.value[name] for name in names} if isinstance(value.value, dict) else names
+    if flat.rank is None:
+        return _node(held, path, flat, depth)
+    flat.is_pooled = flat._within_pool = True
+    try:
+        return {"p": [[places[name] for name in names], _node(held, path, flat, depth)]}
+    finally:
+        flat._within_pool = False
+
+
+def _check_outermost(path: str, flat: Flat) -> None:
+    if flat._within_own or flat._within_pool:
+        raise Invalid(f"{path.removeprefix('/')}: PerRank and Pooled cannot be within one another")
 
 
 def _part(tensor: torch.Tensor, path: str, flat: Flat) -> list[int]:
