@@ -18,15 +18,18 @@ from training.checkpoint.ranks.tcp import TcpExchange
 from training.guard import die_with_parent
 
 SECONDS = 120
-_PRELOAD = ["tests.support.gang", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+_PRELOAD = [
+    "tests.support.gang",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+]
 
 
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.support.gang", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-    )
+    context.set_forkserver_preload(_PRELOAD)
     return context
 
 
