@@ -69,8 +69,13 @@ def _check(question: dict[str, Any]) -> dict[str, Any]:
     from training.checkpoint.state.tree import flatten
     from training.trainer import Trainer
 
-    trainer = Trainer(parse_config(question["config"]), _folder(question))
+    config = parse_config(question["config"])
+    trainer = Trainer(config, _folder(question))
     flatten(trainer.state.capture())
+    if config.parallel.world > 1:
+        from training.parallel.preflight import check_cut
+
+        check_cut(trainer.model, trainer.job, config.parallel)
     return {
         "steps_per_epoch": trainer.schedule.steps_per_epoch,
         "total_steps": trainer.total_steps,

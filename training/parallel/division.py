@@ -7,7 +7,7 @@ one tensor, as it is for a process that holds the whole model, and the ranks tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,7 +17,23 @@ from training.errors import Invalid
 
 if TYPE_CHECKING:
     from training.job import Job
-    from training.parallel.ranks import Ranks
+    from training.parallel.config import ParallelConfig
+
+
+class Standing(Protocol):
+    """Where a rank stands; see `training.parallel.ranks.Ranks`."""
+
+    @property
+    def config(self) -> ParallelConfig:
+        """How the training is cut."""
+
+    @property
+    def size(self) -> int:
+        """Of the group."""
+
+    @property
+    def place(self) -> int:
+        """In the pipeline."""
 
 
 class Division:
@@ -168,7 +184,7 @@ def _check(whole: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> Non
         raise Invalid(f"stages(): no stage has {missing[0]!r}")
 
 
-def divide(model: nn.Module, job: Job[Any], ranks: Ranks) -> tuple[list[nn.Module], Division]:
+def divide(model: nn.Module, job: Job[Any], ranks: Standing) -> tuple[list[nn.Module], Division]:
     """The stages that the job makes of the model, and who holds what of it.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from training.checkpoint.ranks.exchange import Exchange
 from training.checkpoint.state.parts import PIPELINE
-from training.errors import Unavailable
+from training.errors import Invalid, Unavailable
 from training.parallel.config import ParallelConfig
 from training.parallel.own_time import OwnTime, told_of_waits
 from training.parallel.pace import Pace
@@ -89,11 +89,18 @@ def joined(config: ParallelConfig, exchange: Exchange, device_type: str) -> Iter
     """Join the group that the environment names (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`).
 
     Raises:
+        Invalid: there is no GPU for this rank.
         Unavailable: the other ranks did not come in time.
     """
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise Invalid(
+                f"rank {exchange.rank} needs GPU {local} of this node, and torch sees {torch.cuda.device_count()}",
+                hint="lower parallel.world, or see CUDA_VISIBLE_DEVICES and nvidia-smi",
+            )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(

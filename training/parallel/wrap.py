@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from training.checkpoint.state.parts import PIPELINE
 from training.config import JobConfig
-from training.errors import Invalid
 from training.parallel.compression import Residuals, compress
 from training.parallel.division import Division, divide
+from training.parallel.plans import recomputed_blocks, sharing_plan
 from training.parallel.ranks import Ranks
 from training.parallel.stages import Stages
 
@@ -51,9 +51,14 @@ def cut(model: nn.Module, job: Job[Any], ranks: Ranks, training: JobConfig, auto
     """
     config, mesh = ranks.config, ranks.mesh
     if config.tensor > 1:
-        _share_layers(model, job, mesh["tp"], sequence=config.sequence)
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        parallelize_module(model, mesh["tp"], sharing_plan(model, job, config))
     if config.activation_checkpointing:
-        _recompute(model, job)
+        from torch.distributed._composable.checkpoint_activation import checkpoint  # changes no parameter's name
+
+        for block in recomputed_blocks(model, job):
+            checkpoint(block)
     if config.pipeline > 1:
         return _pipe(model, job, ranks, training, autocast)
     if config.data == "ddp":
@@ -123,29 +128,3 @@ def _shard(model: nn.Module, blocks: list[nn.Module], mesh: Any, precision: str,
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-
-
-def _share_layers(model: nn.Module, job: Job[Any], mesh: Any, *, sequence: bool) -> None:
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    plan = job.sequence_plan(model, mesh.size()) if sequence else job.tensor_plan(model)
-    if not plan:
-        name, off = ("sequence", "false") if sequence else ("tensor", "1")
-        raise Invalid(
-            f"parallel.{name} needs a plan, and {type(job).__name__} gives none",
-            hint=f"write {name}_plan() in the job, or set parallel.{name}={off}",
-        )
-    parallelize_module(model, mesh, plan)
-
-
-def _recompute(model: nn.Module, job: Job[Any]) -> None:
-    from torch.distributed._composable.checkpoint_activation import checkpoint  # changes no name of a parameter
-
-    blocks = job.blocks(model)
-    if not blocks:
-        raise Invalid(
-            f"parallel.activation_checkpointing needs blocks, and {type(job).__name__} names none",
-            hint="write blocks() in the job, or set parallel.activation_checkpointing=false",
-        )
-    for block in blocks:
-        checkpoint(block)
