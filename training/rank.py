@@ -25,6 +25,7 @@ from torch._C import _distributed_c10d
 from training.checkpoint.ranks.tcp import TcpExchange
 from training.errors import RetomaError, Unavailable
 from training.guard import die_with_parent
+from training.parallel import own_time
 from training.parallel.ranks import joined
 from training.parallel.wire import (
     ALIVE_SECONDS,
@@ -154,7 +155,8 @@ def _collectives() -> Collectives:
 def _waits() -> bool:
     """Whether the main thread is in a function of torch.distributed. Within a backward pass that is not seen."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and "/torch/distributed/" in frame.f_code.co_filename
+    file = frame.f_code.co_filename if frame is not None else ""
+    return "/torch/distributed/" in file or file == own_time.__file__  # which wraps torch's waits
 
 
 def _failed(error: Exception) -> Failed:

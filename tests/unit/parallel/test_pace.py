@@ -117,3 +117,15 @@ def test_no_more_episodes_are_kept_than_a_manifest_should_carry(group: Group) ->
     for turn in range(40):
         group.train(1.5 * SLOW_SECONDS, *((0.05, 0.15) if turn % 2 else (0.15, 0.05)))
     assert len(group.pace.episodes) == 16
+
+
+def test_a_group_that_has_shrunk_to_one_rank_has_no_slow_one() -> None:
+    now = [0.0]
+    pace = Pace(clock=lambda: now[0])
+    for step in range(40):
+        now[0] += 1.0
+        pace.step(1.0, [0.9])
+        assert pace.look(step) is None
+    shares = pace.take()
+    assert shares is not None
+    assert shares.waiting_shares == (0.0,)
