@@ -46,7 +46,7 @@ class Shares:
 
     @property
     def slow_rank(self) -> int | None:
-        """Which one has `SLOW_SHARE` of a step more of its own than the median of the others, if there are others."""
+        """Which one has `SLOW_SHARE` of a step more of its own than the median of the others, if there are any."""
         if len(self.own_seconds) == 1:
             return None
         rank = max(range(len(self.own_seconds)), key=self.own_seconds.__getitem__)
