@@ -5,7 +5,8 @@
 Saves: a GPT of 4 million parameters, AdamW, FSDP2 over four gloo ranks, ten steps between saves. Faults: the same
 supervisor, launcher and engine as in a range, a small GPT whose steps wait 0.1 s, checkpoints each five steps; a
 fault at a random moment. torchrun: a plain DDP loop that restores nothing, with a timeout of 5 s for collectives
-(its default is 30 minutes) and every other setting as it comes.
+(its default is 30 minutes), TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it a restart in place fails now and then)
+and every other setting as it comes.
 """
 
 from __future__ import annotations
