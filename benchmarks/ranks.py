@@ -45,7 +45,8 @@ MEANING = {
     "stall_ms": "the slowest rank stands still in `save`; median",
     "save_ms": "from `save` until everything is stored; median",
     "commit_ms": "retoma: from the last rank's share until the outcome is posted, the manifest's fsync included; "
-    "DCP: `finish`, which writes its metadata",
+    "DCP: `finish`, which writes its metadata; median",
+    "commit_put_ms": "of it until the manifest is durable in the store: fsync of a file and of its folder; median",
     "restore_ms": "the slowest rank's, after eight deltas; median",
     "named_s": "from the fault until a verdict names the rank, or the node",
     "recovery_s": "from the fault until the group has made its next step",

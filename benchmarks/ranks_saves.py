@@ -7,6 +7,7 @@ of its own, one at a time.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import statistics
 import time
@@ -44,7 +45,17 @@ class RankEngine(ABC):
 
     def __init__(self, folder: Path, exchange: TcpExchange) -> None:
         self.folder, self.exchange = folder, exchange
-        self.commits_ms: list[float] = []  # on rank 0: from the last rank's share until all can know of the commit
+        self.commits_ms: list[float] = []  # on rank 0: what the commit itself takes, see the engines
+        self.puts_ms: list[float] = []  # of it in the store
+        self.told: list[float] = []  # when this rank had stored its share of each save, and began to tell
+        self.posted: list[float] = []  # on rank 0: when all could know of each commit
+
+    def gather(self) -> None:
+        """When all is saved. One clock for all ranks, on one machine."""
+        told: list[Any] = [None] * self.exchange.size
+        dist.all_gather_object(told, self.told)
+        if self.posted:
+            self.commits_ms = [1000 * (end - max(begun)) for end, *begun in zip(self.posted, *told, strict=True)]
 
     @abstractmethod
     def save(self, state: dict[str, Any], number: int) -> None:
@@ -85,23 +96,34 @@ class Retoma(RankEngine):
         )
 
     def _time_commits(self) -> None:
-        """Rank 0's part of a save begins when it puts the shares together and ends when the outcome is posted."""
         attempt: Any = self._checkpointer._attempt
         if self.exchange.rank:
-            return
-        begun = [0.0]
-        combine, post = attempt._leader.combine, attempt._post
+            tell = attempt._tell_part
 
-        def timed_combine(parts: Any) -> Any:
-            begun[0] = time.perf_counter()
-            return combine(parts)
+            def timed_tell(part: Any) -> None:
+                self.told.append(time.perf_counter())
+                tell(part)
+
+            attempt._tell_part = timed_tell
+            return
+        settle, post, put = attempt._settle, attempt._post, attempt.store.put_if_absent
+
+        def timed_settle(*arguments: Any) -> Any:
+            self.told.append(time.perf_counter())
+            return settle(*arguments)
 
         def timed_post(key: str, message: Any) -> None:
             post(key, message)
             if isinstance(message, Outcome):
-                self.commits_ms.append(1000 * (time.perf_counter() - begun[0]))
+                self.posted.append(time.perf_counter())
 
-        attempt._leader.combine, attempt._post = timed_combine, timed_post
+        def timed_put(key: str, data: bytes) -> bool:
+            started = time.perf_counter()
+            done = put(key, data)
+            self.puts_ms.append(1000 * (time.perf_counter() - started))
+            return bool(done)
+
+        attempt._settle, attempt._post, attempt.store.put_if_absent = timed_settle, timed_post, timed_put
 
 
 class DcpSave(RankEngine):
@@ -222,6 +244,7 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
         dist.barrier()
         if number < CHAIN:
             steps.take(gap_steps)
+    engine.gather()
     state = _state(trainer)
     restores = []
     for _ in range(RESTORES):
@@ -235,7 +258,8 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
         "base_ratio": sizes[0] / state_bytes,
         "stall_ms": 1000 * statistics.median(stalls[1:]),
         "save_ms": 1000 * statistics.median(walls[1:]),
-        "commit_ms": statistics.median(engine.commits_ms[1:]) if engine.commits_ms else float("nan"),
+        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),
+        "commit_put_ms": statistics.median(engine.puts_ms[1:] or [math.nan]),
         "restore_ms": 1000 * statistics.median(restores),
         "state_mb": state_bytes / MB,
     }

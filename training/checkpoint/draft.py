@@ -25,6 +25,7 @@ from training.checkpoint.manifest import (
     Writer,
 )
 from training.checkpoint.pack import Written
+from training.checkpoint.policy import Cost, work_of
 from training.checkpoint.state.buffers import SnapshotBuffers
 from training.checkpoint.state.copying import Copyings
 from training.checkpoint.state.snapshot import Snapshot
@@ -45,6 +46,7 @@ class Content:
     encode_seconds: float
     upload_seconds: float
     modes: Mapping[str, int]
+    cost: Cost
     world_size: int = 1
 
     @classmethod
@@ -62,6 +64,7 @@ class Content:
             encode_seconds=written.encode_seconds,
             upload_seconds=written.upload_seconds,
             modes=written.modes,
+            cost=Cost(work_of(written.chunks), written.size_bytes),
         )
 
 
@@ -121,7 +124,7 @@ class Draft:
             health=self.health,
             costs=Costs(
                 state_bytes=content.state_bytes,
-                written_bytes=sum(pack.size_bytes for pack in content.packs),
+                written_bytes=content.cost.read_bytes,
                 stall_seconds=self.stall_seconds + self.copying.waited_seconds,
                 encode_seconds=content.encode_seconds,
                 upload_seconds=content.upload_seconds,

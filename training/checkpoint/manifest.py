@@ -25,7 +25,7 @@ FRAME_BYTES = 4 * 1024 * 1024
 class Part(BaseModel):
     """Base of the manifest's sections: immutable; unknown optional fields are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 class Ref(Part):

@@ -45,11 +45,17 @@ class Written:
 
 @dataclass
 class PackWriter:
-    """Collects encoded frames into packs and puts each one in the background when it is full."""
+    """Collects encoded frames into packs and puts each one in the background when it is full.
+
+    Attributes:
+        first: place of the first pack among those of all ranks, as far as it can be known before: if each rank
+            before this one writes one pack, rank 0 need not count the frames' packs anew.
+    """
 
     store: Store
     name: PackName
     uploaders: Executor
+    first: int = 0
     packs: list[Pack] = field(default_factory=list)
     upload_seconds: float = 0.0
     _parts: list[bytes] = field(default_factory=list)
@@ -64,7 +70,7 @@ class PackWriter:
             return Frame(number, 0, 0, 0, "", decoded_digest)
         frame = Frame(
             number=number,
-            pack=len(self.packs),
+            pack=self.first + len(self.packs),
             offset=self._size_bytes,
             length=len(encoded),
             checksum=encoded_checksum(encoded),
@@ -98,7 +104,7 @@ class PackWriter:
         while len(self._uploads) >= _UPLOADS:
             self._await_one()
         self._uploads.append(start(self.uploaders, self._put(len(self.packs), self._parts)))
-        self.packs.append(Pack(size_bytes=self._size_bytes))
+        self.packs.append(Pack(size_bytes=self._size_bytes, rank=self.name.rank))
         self._parts, self._size_bytes = [], 0
 
     def _put(self, index: int, parts: list[bytes]) -> Callable[[], float]:

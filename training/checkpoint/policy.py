@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from training.checkpoint.manifest import CAST, FRAME_BYTES, Manifest
+from training.checkpoint.manifest import CAST, FRAME_BYTES, Chunk, Manifest
 
 MAX_DELTAS = 256  # whatever they cost: each is a manifest to read, one after the other
 _BASES_WORTH = 8.0  # without a limit by the user: deltas that cost as much to restore as this many bases
@@ -23,13 +23,18 @@ class Cost(NamedTuple):
     @classmethod
     def of(cls, manifest: Manifest) -> Cost:
         """Told by its manifest."""
-        work = 0
-        for chunk in manifest.chunks:
-            if chunk.codec != CAST:
-                for frame in chunk.frames:
-                    size_bytes = min(FRAME_BYTES, chunk.size_bytes - frame.number * FRAME_BYTES)
-                    work += min(size_bytes, _SPARSE_FACTOR * frame.length)
-        return cls(work, sum(pack.size_bytes for pack in manifest.packs))
+        return cls(work_of(manifest.chunks), sum(pack.size_bytes for pack in manifest.packs))
+
+
+def work_of(chunks: Iterable[Chunk]) -> int:
+    """Bytes that must be produced to decode these once."""
+    work = 0
+    for chunk in chunks:
+        if chunk.codec != CAST:
+            for frame in chunk.frames:
+                size_bytes = min(FRAME_BYTES, chunk.size_bytes - frame.number * FRAME_BYTES)
+                work += min(size_bytes, _SPARSE_FACTOR * frame.length)
+    return work
 
 
 @dataclass
@@ -52,16 +57,18 @@ class ChainPolicy:
         """Go on with a chain that was restored, newest first."""
         self._chain = [Cost.of(manifest) for manifest in chain][::-1]
 
-    def committed(self, manifest: Manifest) -> None:
+    def committed(self, kind: str, cost: Cost) -> None:
         """Count a checkpoint that this attempt committed."""
-        if manifest.kind == "base":
+        if kind == "base":
             self._chain.clear()
-        self._chain.append(Cost.of(manifest))
+        self._chain.append(cost)
 
-    def explain(self, manifest: Manifest, reason: str, failed_saves: int, skipped_saves: int) -> Manifest:
+    def explain(
+        self, manifest: Manifest, cost: Cost, reason: str, failed_saves: int, skipped_saves: int
+    ) -> Manifest:
         """The manifest with the reason for its kind and with what a restore will take."""
         chain = [] if manifest.kind == "base" else self._chain
-        seconds = self.predicted_seconds([*chain, Cost.of(manifest)])
+        seconds = self.predicted_seconds([*chain, cost])
         decision = manifest.decision.model_copy(
             update={
                 "kind": reason,

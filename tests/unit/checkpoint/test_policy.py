@@ -5,7 +5,7 @@ import torch
 
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.manifest import Chunk, Frame, Manifest, Pack
-from training.checkpoint.policy import MAX_DELTAS, ChainPolicy
+from training.checkpoint.policy import MAX_DELTAS, ChainPolicy, Cost
 from training.checkpoint.store import MemoryStore
 from training.errors import Invalid
 
@@ -36,12 +36,12 @@ def manifest(kind: str, written_bytes: int, state_bytes: int = 4 * MB) -> Manife
 
 
 def deltas_until_base(policy: ChainPolicy, base_bytes: int, delta_bytes: int) -> tuple[int, str]:
-    policy.committed(manifest("base", base_bytes))
+    policy.committed("base", Cost.of(manifest("base", base_bytes)))
     for count in range(2000):
         base, reason = policy.decide()
         if base:
             return count, reason
-        policy.committed(manifest("delta", delta_bytes))
+        policy.committed("delta", Cost.of(manifest("delta", delta_bytes)))
     raise AssertionError("no base within 2,000 checkpoints")
 
 
@@ -84,7 +84,7 @@ def test_a_restored_chain_counts() -> None:
     policy = ChainPolicy(deltas_per_base=3)
     policy.start_from([manifest("delta", MB), manifest("delta", MB), manifest("base", MB)])
     assert not policy.decide()[0]
-    policy.committed(manifest("delta", MB))
+    policy.committed("delta", Cost.of(manifest("delta", MB)))
     assert policy.decide()[0]
 
 

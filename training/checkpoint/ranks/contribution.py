@@ -42,8 +42,10 @@ class Contribution(Section):
         layout_digest: of the state as the rank holds it.
         layout: the structure itself, when rank 0 does not have it yet.
         values: the scalars: rank 0 all of them, the others those that each rank has its own of.
-        chunks: what changed; their frames count the rank's own packs.
+        chunks: what changed. Their frames name the rank's packs by `first_pack` and what follows.
+        first_pack: of the rank; right if each rank before it has written one pack.
         packs: what it wrote.
+        work_bytes: see `Cost`.
         costs, modes: of its part.
         failure: what went wrong; nothing else counts then.
     """
@@ -56,7 +58,9 @@ class Contribution(Section):
     layout: Layout | None = None
     values: list[Any] = Field(default_factory=list)
     chunks: tuple[Chunk, ...] = ()
+    first_pack: int = 0
     packs: tuple[Pack, ...] = ()
+    work_bytes: int = 0
     costs: Costs = Costs()
     modes: dict[str, int] = Field(default_factory=dict)
     failure: Failure | None = None

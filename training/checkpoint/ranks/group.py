@@ -19,6 +19,7 @@ from training.checkpoint.commit import commit
 from training.checkpoint.draft import Draft
 from training.checkpoint.manifest import Committed, Costs, Manifest, Position
 from training.checkpoint.pack import Written
+from training.checkpoint.policy import Cost, work_of
 from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome
 from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
 from training.checkpoint.ranks.leader import Leader
@@ -79,7 +80,7 @@ class GroupAttempt(Attempt):
         if self._leader is None:
             outcome, committed = self._await_outcome(part, draft)
         else:
-            explain = lambda m: self.policy.explain(m, reason, failed_saves, skipped_saves)  # noqa: E731
+            explain = lambda m, cost: self.policy.explain(m, cost, reason, failed_saves, skipped_saves)  # noqa: E731
             outcome, committed = self._settle(self._leader, part, draft, explain)
         if committed is None or written is None:
             assert outcome.failure is not None  # noqa: S101 - one of both
@@ -213,13 +214,15 @@ class GroupAttempt(Attempt):
             layout=snapshot.layout if snapshot.layout_digest != self._told_layout else None,
             values=values,
             chunks=tuple(written.chunks),
+            first_pack=self.exchange.rank,
             packs=tuple(written.packs),
+            work_bytes=work_of(written.chunks),
             costs=Costs(encode_seconds=written.encode_seconds, upload_seconds=written.upload_seconds),
             modes=written.modes,
         )
 
     def _settle(
-        self, leader: Leader, part: Contribution, draft: Draft, explain: Callable[[Manifest], Manifest]
+        self, leader: Leader, part: Contribution, draft: Draft, explain: Callable[[Manifest, Cost], Manifest]
     ) -> tuple[Outcome, Committed | None]:
         """Rank 0: wait for all parts, commit, and tell all."""
         committed = None
@@ -232,10 +235,10 @@ class GroupAttempt(Attempt):
                 if failed.failure is not None:
                     raise failed.failure.error(failed.rank)
             content, whole = leader.combine(parts)
-            manifest = explain(self._manifest(draft, content, part.sequence, part.base))
+            manifest = explain(self._manifest(draft, content, part.sequence, part.base), content.cost)
             committed = Committed(manifest, commit(self.store, manifest))
             leader.whole = whole
-            self.policy.committed(manifest)
+            self.policy.committed(manifest.kind, content.cost)
             outcome = Outcome(
                 ref=committed.ref,
                 kind=manifest.kind,
@@ -248,7 +251,17 @@ class GroupAttempt(Attempt):
                 self._post(f"save/{part.sequence}", outcome)
                 raise
         self._post(f"save/{part.sequence}", outcome)
+        if committed is not None:
+            with suppress(Unavailable):  # it is committed all the same
+                self._forget_past()
         return outcome, committed
+
+    def _forget_past(self) -> None:
+        """All ranks have told their shares of the last save: they are past those before it."""
+        for done in self._told[:-1]:
+            for key in ("", "/failed", *(f"/r{rank}" for rank in range(1, self.exchange.size))):
+                self.exchange.forget(f"save/{done}{key}")
+        self._told = self._told[-1:]
 
     def _collect(self, sequence: int) -> Iterator[Contribution]:
         """The parts of the other ranks, as they come; the first failure ends it."""
@@ -262,10 +275,6 @@ class GroupAttempt(Attempt):
                     raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
                 yield self._take(alarms[0], 0, Contribution)
                 return
-        for done in self._told[:-1]:  # all ranks are past those
-            for key in ("", "/failed", *(f"/r{rank}" for rank in range(1, self.exchange.size))):
-                self.exchange.forget(f"save/{done}{key}")
-        self._told = [sequence]
 
     def _await_outcome(self, part: Contribution, draft: Draft) -> tuple[Outcome, Committed | None]:
         """The other ranks: tell, and take the outcome for their own."""

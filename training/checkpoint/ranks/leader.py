@@ -10,6 +10,7 @@ from training.checkpoint.chain import Chain, plan_chunks
 from training.checkpoint.coding.codec import state_digest
 from training.checkpoint.draft import Content
 from training.checkpoint.manifest import Chunk, Layout, Pack, layout_digest
+from training.checkpoint.policy import Cost
 from training.checkpoint.ranks.contribution import Contribution
 from training.checkpoint.ranks.merge import merge
 from training.errors import Invalid
@@ -74,6 +75,7 @@ class Leader:
             encode_seconds=sum(cost.encode_seconds for cost in costs),
             upload_seconds=sum(cost.upload_seconds for cost in costs),
             modes=modes,
+            cost=Cost(sum(one.work_bytes for one in contributions), sum(pack.size_bytes for pack in packs)),
             world_size=self.size,
         )
         return content, whole
@@ -94,17 +96,22 @@ class Leader:
 
 
 def _renumbered(contributions: Iterable[Contribution]) -> tuple[list[Chunk], list[Pack]]:
-    """Chunks of all ranks whose frames count the packs of all ranks."""
+    """Chunks of all ranks whose frames count the packs of all ranks.
+
+    Mostly they do already: a copy of each chunk is what a commit would spend most of its time on.
+    """
     chunks: dict[str, Chunk] = {}
     packs: list[Pack] = []
     for contribution in contributions:
-        before = len(packs)
-        packs += [pack.model_copy(update={"rank": contribution.rank}) for pack in contribution.packs]
+        moved = len(packs) - contribution.first_pack
+        packs += contribution.packs
         for chunk in contribution.chunks:
-            if chunk.key in chunks:  # two ranks hold the same part, and their meshes did not tell
-                continue
-            if before:
-                frames = tuple(frame._replace(pack=frame.pack + before) for frame in chunk.frames)
-                chunk = chunk.model_copy(update={"frames": frames})  # noqa: PLW2901
-            chunks[chunk.key] = chunk
+            # Two ranks may hold the same part, where their meshes did not tell: the first one counts.
+            chunks.setdefault(chunk.key, _moved(chunk, moved) if moved else chunk)
     return list(chunks.values()), packs
+
+
+def _moved(chunk: Chunk, places: int) -> Chunk:
+    """Whose packs have other places. A frame without bytes is in no pack."""
+    frames = (frame._replace(pack=frame.pack + places) if frame.length else frame for frame in chunk.frames)
+    return chunk.model_copy(update={"frames": tuple(frames)})

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.ranks import Sharded, together
-from training.checkpoint import IncrementalCheckpointer
+from training.checkpoint import IncrementalCheckpointer, pack
 from training.checkpoint.history import read_lineage
 from training.checkpoint.manifest import Layout, Position, Tensor
+from training.checkpoint.pack import PACK_BYTES
 from training.checkpoint.ranks.exchange import MemoryBoard
 from training.checkpoint.restore import restore_newest
 from training.checkpoint.state.boxes import EVERYTHING, Box, Wanted
@@ -156,6 +157,29 @@ def test_each_rank_writes_a_part_of_what_all_hold() -> None:
     assert {pack.rank for pack in packs} == {0, 1, 2, 3}
     total = sum(pack.size_bytes for pack in packs)
     assert max(pack.size_bytes for pack in packs) < 0.6 * total
+
+
+@pytest.mark.parametrize("pack_bytes", [20_000, PACK_BYTES])
+def test_frames_name_the_right_packs_whatever_each_rank_wrote(
+    pack_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pack a rank is usual. Here some write several, and then two of three none at all."""
+    monkeypatch.setattr(pack, "PACK_BYTES", pack_bytes)
+    store = MemoryStore()
+    group = Group(store, 3)
+    group.restore()
+    group.save(1)
+    live = [state_of(rank, 3, 1) for rank in range(3)]
+    live[2]["randomness"] = PerRank({"torch": torch.full((3000,), 9, dtype=torch.uint8), "python": [2, "mt"]})
+    save = [partial(rank.save, state) for rank, state in zip(group.ranks, live, strict=True)]
+    together(save)
+    group.close()
+    first, second = (committed.manifest for committed in read_lineage(store).chain)
+    assert ([one.rank for one in first.packs] == [0, 1, 2]) is (pack_bytes == PACK_BYTES)
+    assert [one.rank for one in second.packs] == [2]
+    found = Group(store, 3).restore()
+    is_the_state(found[0], 0, 3, 1)
+    assert torch.equal(found[2]["randomness"]["torch"], torch.full((3000,), 9, dtype=torch.uint8))
 
 
 def test_an_upload_that_fails_on_one_rank_fails_the_save_on_all_and_the_next_one_is_whole() -> None:
