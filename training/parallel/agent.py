@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -170,6 +171,8 @@ class _Agent:
         from training.rank import Place
         from training.rank import main as train_as_rank
 
+        # of a dead rank it prints a traceback of its own, which takes a second; `reason` says the same
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
         place = Place(str(self._folder / "ranks"), self._meeting.host, self._meeting.port, self._spec.token)
         agent = LocalElasticAgent(
             WorkerSpec(

@@ -56,6 +56,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_group(scene: Scene, rank: i
     killed = time.monotonic()
     last = group.end()
     assert time.monotonic() - killed < PATIENCE_SECONDS
+    assert "Traceback" not in group.log.read_text(), "torch's, which costs a second and says nothing"
     assert isinstance(last, Failed)
     assert last.error == "Unavailable"
     assert f"rank {rank} (pid {ranks[rank].pid}) was killed by SIGKILL" in last.message
