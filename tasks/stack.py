@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-FRAMES = 12
+from training.calls import FRAMES, call_line, cut
+
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
 
@@ -20,15 +21,8 @@ def main_stack(lines: Sequence[str], frames: int = FRAMES) -> str | None:
         if heading := _THREAD.search(line):
             threads.append((heading[1] == "Current thread", []))
         elif threads and (frame := _FRAME.match(line)):
-            threads[-1][1].append(f"{_short(frame[1])}:{frame[2]} {frame[3]}")
+            threads[-1][1].append(call_line(frame[1], frame[2], frame[3]))
     if not threads:
         return None
     found = next((calls for is_current, calls in threads if is_current and calls), threads[-1][1])
-    left_out = [f"... {len(found) - frames} more"] if len(found) > frames else []
-    return "\n".join([*found[:frames], *left_out]) or None
-
-
-def _short(path: str) -> str:
-    """Without the folders that say nothing: of the environment, or all but the last three."""
-    _, is_installed, inside = path.rpartition("/site-packages/")
-    return inside if is_installed else "/".join(path.split("/")[-3:])
+    return "\n".join(cut(found, frames)) or None

@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -23,6 +24,8 @@ from training.parallel.wire import LOST, STOP, Muster
 from training.ports import Done, Failed, Message, Pause, Present, RangeSpec, Regroup, encode_message
 
 TICK_SECONDS = 0.1
+REPORT_SECONDS = 0.3  # for the answers of ranks that are about to be killed
+ANSWER_SECONDS = 0.02
 
 
 def main() -> None:
@@ -68,6 +71,7 @@ class Launcher:
         self._asked = self._told = False
         self._regroup: str | None = None  # why the group makes room for another one
         self._verdict: str | None = None
+        self._report: str | None = None
         self._done: Done | None = None
         self._nodes: Nodes | None = None
         self._names: tuple[str, ...] = ()  # of those that are here, as the supervisor knows them
@@ -166,13 +170,26 @@ class Launcher:
         found = members.verdict() or members.hung(self._send)
         if found is not None:
             self._verdict = f"rank {found.rank} (pid {found.pid}) {found.reason}, and was killed"
+            local.write_stack(found.rank)
         elif nodes is not None:
             self._verdict = nodes.trouble()
         if self._verdict is not None:
-            local.write_stacks()
+            self._report = self._ask_all(local)
             self._kill()
         elif nodes is not None and (local.ended or nodes.bad_ends()):
             self._kill()  # a part of a group is none
+
+    def _ask_all(self, local: LocalRanks) -> str:
+        """Where all ranks are, before they are killed."""
+        deadline = time.monotonic() + REPORT_SECONDS
+        local.members.ask(self._send)
+        while local.members.owe_answer() and time.monotonic() < deadline:
+            local.members.pump(ANSWER_SECONDS)
+            if self._nodes is not None:
+                self._nodes.pump(0)
+        report = local.members.report()
+        print(f"{self._verdict}\n{report}", file=sys.stderr, flush=True)  # noqa: T201 - the log
+        return report
 
     def _tell_of(self, nodes: Nodes) -> None:
         names = tuple(node.name for node in nodes.present)
@@ -215,7 +232,7 @@ class Launcher:
     def _failed(self, local: LocalRanks) -> Failed | None:
         """What the supervisor is told, unless all is done."""
         if self._verdict is not None:
-            return _lost(self._verdict)
+            return _lost(self._verdict, self._report)
         bad = self._nodes.bad_ends() if self._nodes is not None else {}
         if local.failure is None and not bad and self._done is not None:
             self.say(self._done)
@@ -238,9 +255,9 @@ class Launcher:
         return next(iter(told.values()), _lost("the ranks ended without a word"))
 
 
-def _lost(message: str) -> Failed:
+def _lost(message: str, report: str | None = None) -> Failed:
     """Another attempt may do better."""
-    return Failed(error=Unavailable.__name__, message=message)
+    return Failed(error=Unavailable.__name__, message=message, report=report)
 
 
 if __name__ == "__main__":

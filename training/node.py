@@ -227,10 +227,9 @@ class Visit:
         if self._told_end:
             return
         if found := local.members.verdict():
-            local.write_stacks()
+            local.write_stack(found.rank)
             self.say(Blame(rank=found.rank, pid=found.pid, reason=found.reason))
-            local.members.kill()
-            self._told_end = True
+            self._told_end = True  # the launcher asks all ranks where they are, and has them killed
         elif local.ended:
             local.hear_last_words()
             rank, reason = local.failure or (None, None)

@@ -154,12 +154,16 @@ class Done(Frozen):
 
 
 class Failed(Frozen):
-    """The process ends with an error. `error` is a kind of `training.errors`, or another exception's name."""
+    """The process ends with an error. `error` is a kind of `training.errors`, or another exception's name.
+
+    `report`: of a group, where its ranks were when it had to be ended.
+    """
 
     kind: Literal["failed"] = "failed"
     error: str
     message: str
     hint: str | None = None
+    report: str | None = None
 
     def exception(self) -> RetomaError:
         """The error to raise on the supervisor's side."""

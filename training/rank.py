@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import json
 import os
 import signal
 import socket
@@ -17,16 +16,15 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from training.checkpoint.ranks.tcp import TcpExchange
 from training.errors import RetomaError, Unavailable
 from training.guard import die_with_parent
-from training.parallel import own_time
 from training.parallel.ranks import joined
+from training.parallel.whereabouts import whereabouts
 from training.parallel.wire import (
     ALIVE_SECONDS,
     LOST,
@@ -34,7 +32,6 @@ from training.parallel.wire import (
     TELL,
     Alive,
     Bye,
-    Collectives,
     Hello,
     Said,
     Word,
@@ -46,7 +43,6 @@ from training.stopping import GroupStop, insist
 from training.trainer import device_of
 
 VICTIM_SECONDS = 0.5
-_recorder: Any = _distributed_c10d  # the stubs do not know all of it
 _PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "Timed out")
 
 
@@ -132,31 +128,13 @@ class Line:
                     if word == STOP:
                         os.kill(os.getpid(), signal.SIGTERM)
                     elif word == TELL:
-                        self._send(_collectives())
+                        self._send(whereabouts())
         finally:  # a launcher that died with our words unread resets the connection
             os._exit(128 + signal.SIGKILL)
 
     def _send(self, word: Word) -> None:
         with self._lock, contextlib.suppress(OSError):  # a launcher that is gone is found by `_listen`
             self._socket.sendall(encode_word(word))
-
-
-def _collectives() -> Collectives:
-    """What the flight recorder of torch knows: an entry for each collective that was begun."""
-    dump = json.loads(_recorder._dump_fr_trace_json())
-    entries = dump.get("entries", [])
-    if not entries:
-        return Collectives(begun=0, waits=_waits())
-    newest = max(entries, key=lambda entry: entry["record_id"])
-    last = str(newest.get("profiling_name", ""))
-    return Collectives(begun=newest["record_id"] + 1, last=last, waits=_waits())
-
-
-def _waits() -> bool:
-    """Whether the main thread is in a function of torch.distributed. Within a backward pass that is not seen."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    file = frame.f_code.co_filename if frame is not None else ""
-    return "/torch/distributed/" in file or file == own_time.__file__  # which wraps torch's waits
 
 
 def _failed(error: Exception) -> Failed:

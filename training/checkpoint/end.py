@@ -35,7 +35,7 @@ class End(Document):
     epoch: int = Field(0, ge=0)  # epoch and step that were heard of last; 0: none
     step: int = Field(0, ge=0)
     silent_seconds: float | None = None  # between the last sign of life and the verdict
-    stack: str | None = None  # of a process that hung
+    stack: str | None = None  # of a process that hung, or of each rank of a group with its last collectives
     created: str = ""  # wall clock, informational
 
 

@@ -25,7 +25,6 @@ from training.ports import Message, RangeSpec
 PRELOAD = ["training.rank", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 MONITOR_SECONDS = 0.1
 FOLDER_PREFIX = "retoma-group-"
-STACK_SECONDS = 0.3
 VICTIMS_SECONDS = 0.3  # after a rank has died the others may say what they know
 LAST_WORDS_SECONDS = 1.0  # from the end of one rank until the others have said what they know
 
@@ -125,14 +124,13 @@ class LocalRanks:
         """Ask them to leave, after the step at which all ranks of the group know of it."""
         self.members.send(STOP)
 
-    def write_stacks(self) -> None:
-        """All of them write the stack of their main thread to the log, as far as they run."""
-        for member in self.members.members.values():
-            if member.process is not None:
-                print(f"stack of rank {member.rank}:", file=sys.stderr, flush=True)  # noqa: T201 - the log
-                with suppress(ProcessLookupError):
-                    os.kill(member.pid, signal.SIGUSR2)
-        time.sleep(STACK_SECONDS)
+    def write_stack(self, rank: int) -> None:
+        """Have one of them write its stack to the log. It may be unable to tell it, with its interpreter held."""
+        member = self.members.members[rank]
+        if member.process is not None:
+            print(f"stack of rank {rank}:", file=sys.stderr, flush=True)  # noqa: T201 - the log
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGUSR2)
 
     def close(self) -> None:
         """None of them is left."""

@@ -17,7 +17,8 @@ import psutil
 
 from training.allowance import Allowance
 from training.config import SupervisorConfig
-from training.parallel.wire import STOP, TELL, Alive, Bye, Collectives, Hello, Lines, Said, decode_word
+from training.parallel.report import report
+from training.parallel.wire import STOP, TELL, Alive, Bye, Hello, Lines, Said, Whereabouts, decode_word
 from training.ports import Failed, Message, Profiled
 
 FROZEN_SECONDS = 1.0  # stopped by a signal for so long
@@ -39,7 +40,7 @@ class Member:
     stopped: float | None = None
     dead: float | None = None
     left: bool = False
-    collectives: Collectives | None = None
+    where: Whereabouts | None = None
     failed: Failed | None = None
 
 
@@ -173,19 +174,37 @@ class Members:
             return None
         if self._asked is None:
             self._asked = now
-            for member in self.members.values():
-                member.collectives = None
-            ask(TELL)
-        told = [member for member in self.members.values() if member.collectives is not None]
+            self.ask(ask)
+        told = [member for member in self.members.values() if member.where is not None]
         if len(told) < len(self.members) and now - self._asked < TELL_SECONDS:
             return None
         if not told:
             return None
         last, first = min(told, key=lambda member: (_waits(member), _begun(member))), max(told, key=_begun)
         reason = f"made no step for {silent:.1f} s"
-        if _begun(last) < _begun(first) and first.collectives is not None:
-            reason += f" and has not come to the collective that others wait in ({first.collectives.last})"
+        if _begun(last) < _begun(first) and first.where is not None:
+            reason += f" and has not come to the collective that others wait in ({first.where.recent[0]})"
         return self._of(last, reason)
+
+    def ask(self, ask: Callable[[bytes], None]) -> None:
+        """Have all ranks tell where their training is.
+
+        Args:
+            ask: sends a word to the ranks of all nodes.
+        """
+        for member in self.members.values():
+            member.where = None
+        ask(TELL)
+
+    def owe_answer(self) -> bool:
+        """Whether a rank that can tell has not."""
+        self.dead_seconds()
+        silent = (m for m in self.members.values() if m.where is None and m.stopped is None)
+        return any(not m.left and m.dead is None and m.failed is None for m in silent)
+
+    def report(self) -> str:
+        """What they have told; see `report`."""
+        return report((member.rank, member.where) for member in self.members.values())
 
     def _of(self, member: Member, reason: str) -> Verdict:
         return Verdict(member.rank, member.pid, reason)
@@ -218,8 +237,8 @@ class Members:
 
     def _hear(self, member: Member, word: object) -> None:
         member.heard = self.clock()
-        if isinstance(word, Collectives):
-            member.collectives = word
+        if isinstance(word, Whereabouts):
+            member.where = word
         elif isinstance(word, Bye):
             member.left = True
         elif isinstance(word, Said):
@@ -237,11 +256,11 @@ class Members:
 
 
 def _waits(member: Member) -> bool:
-    return member.collectives is not None and member.collectives.waits
+    return member.where is not None and member.where.waits
 
 
 def _begun(member: Member) -> int:
-    return member.collectives.begun if member.collectives else 0
+    return member.where.begun if member.where else 0
 
 
 def _status(process: psutil.Process) -> str | None:

@@ -14,7 +14,7 @@ from training.config import Frozen
 from training.ports import Message, decode_message, encode_message
 
 STOP = b"stop\n"  # launcher to rank: leave after the step at which all know of it
-TELL = b"tell\n"  # launcher to rank: which collective have you come to?
+TELL = b"tell\n"  # launcher to rank: where is your training?
 KILL = b"kill\n"  # launcher to node: end your ranks
 DISMISS = b"dismiss\n"  # launcher to node: the range is over
 PING = b"ping\n"  # launcher to node: the group goes on
@@ -36,16 +36,21 @@ class Alive(Frozen):
     kind: Literal["alive"] = "alive"
 
 
-class Collectives(Frozen):
-    """How many collectives the rank has begun, by the flight recorder of torch, and what the last one was.
+class Whereabouts(Frozen):
+    """Where the training of a rank is.
 
-    And whether its training waits for other ranks, by its stack: what stages send to each other is not recorded.
+    Attributes:
+        begun: collectives so far, by the flight recorder of torch.
+        recent: some of them, the newest first.
+        waits: whether it waits for other ranks, by its stack: what stages send to each other is not recorded.
+        stack: the calls of its main thread, the newest first.
     """
 
-    kind: Literal["collectives"] = "collectives"
+    kind: Literal["whereabouts"] = "whereabouts"
     begun: int
-    last: str = ""
+    recent: tuple[str, ...] = ()
     waits: bool = False
+    stack: tuple[str, ...] = ()
 
 
 class Bye(Frozen):
@@ -132,7 +137,7 @@ class Leaving(Frozen):
 
 
 Word = Annotated[
-    Hello | Alive | Collectives | Bye | Said | NodeHello | Muster | Relayed | Blame | Ended | Leaving,
+    Hello | Alive | Whereabouts | Bye | Said | NodeHello | Muster | Relayed | Blame | Ended | Leaving,
     Field(discriminator="kind"),
 ]
 _adapter: TypeAdapter[Word] = TypeAdapter(Word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -111,6 +112,9 @@ def test_a_frozen_rank_is_named(scene: Scene) -> None:
     assert time.monotonic() - frozen < PATIENCE_SECONDS
     assert isinstance(last, Failed)
     assert f"rank 1 (pid {ranks[1].pid}) was frozen" in last.message
+    assert last.report is not None
+    assert "rank 1: no answer" in last.report
+    assert "gloo:all" in last.report, "what the others waited in"
     wait_until_gone(list(ranks.values()), 2)
 
 
@@ -125,6 +129,10 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(scene: Scene)
     assert isinstance(last, Failed)
     assert f"rank 2 (pid {ranks[2].pid}) made no step" in last.message
     assert "has not come to the collective that others wait in" in last.message
+    assert last.report is not None
+    blocks = {block.partition(":")[0]: block for block in re.split(r"\n(?=rank)", last.report)}
+    assert "support/slow_gpt.py" in blocks["rank 2"], "where it hangs"
+    assert "gloo:all_reduce" in blocks["ranks 0, 1"], "the two are at the same place"
     assert "stack of rank 2" in group.log.read_text()
 
 

@@ -33,8 +33,8 @@ from training.errors import Invalid, Preempted
 from training.parallel.config import ParallelConfig
 from training.parallel.local import LocalSteps
 from training.parallel.ranks import standing
+from training.parallel.whereabouts import whereabouts
 from training.ports import Done, Failed
-from training.rank import _collectives
 from training.session import train_range
 from training.stopping import GroupStop, StopRequest
 from training.trainer import Step, Trainer
@@ -77,7 +77,7 @@ class Cut(Trainer):
         digest = xxhash.xxh3_64()
         for parameter in self.model.parameters():
             digest.update(tensor_bytes(parameter))
-        Cut.notes.append((position.step, digest.intdigest(), _collectives().begun))
+        Cut.notes.append((position.step, digest.intdigest(), whereabouts().begun))
         return steps
 
 
