@@ -9,6 +9,7 @@ Files in `folder`:
                          `<name>.begun` appears when it does
     orders/slow-disk     while it exists, each fsync takes a second longer
     orders/hurry         while it exists, steps do not wait `step_seconds`
+    orders/leave         a number: each process asks itself to leave after so many steps
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -55,6 +57,7 @@ class Drilled(Job[DrilledParams]):
         self.steps = Path(params.folder) / "steps" / str(os.getpid())
         self._rank = os.environ.get("RANK")
         self._out: int | None = None
+        self._left: int | None = None  # steps until it leaves
 
     def model(self) -> nn.Module:
         """The model of the job inside."""
@@ -109,11 +112,16 @@ class Drilled(Job[DrilledParams]):
     def _stepped(self, *_: Any) -> None:
         if self._out is None:  # the first step: this process trains, and does not only check or evaluate
             self._out = self._open()
+            self._left = self._number("leave")
             os.fsync = self._maybe_slow_fsync
         with contextlib.suppress(OSError):  # a disk that is full is the store's matter
             os.write(self._out, f"{time.time():.4f}\n".encode())
         if self.params.step_seconds and not self._is_ordered("hurry"):
             time.sleep(self.params.step_seconds)
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:  # as a node that is about to go: all ranks commit this step
+                os.kill(os.getpid(), signal.SIGTERM)
         if self._takes(f"{os.getpid()}.hang"):
             threading.Event().wait()
         if self._takes(f"{os.getpid()}.hang-gil"):
@@ -140,6 +148,9 @@ class Drilled(Job[DrilledParams]):
 
     def _is_ordered(self, name: str) -> bool:
         return (self.orders / name).exists()
+
+    def _number(self, name: str) -> int | None:
+        return int((self.orders / name).read_text()) if self._is_ordered(name) else None
 
     def _maybe_slow_fsync(self, fd: Any) -> None:
         if self._is_ordered("slow-disk"):
