@@ -116,6 +116,7 @@ def _tell(recording: Recording, console: Console) -> None:
     """A scenario's verdict, as soon as it is known."""
     from tasks.drill.checks import judge
     from tasks.drill.measures import goodput, trials
+    from tasks.drill.worlds import in_words
 
     checks = judge(recording)
     word = "[green]pass[/]" if all(check.passed for check in checks) else "[bold red]FAIL[/]"
@@ -130,7 +131,11 @@ def _tell(recording: Recording, console: Console) -> None:
             parts.append(f"{what} {trial.recovery_seconds:.1f} s")
         if trial.steps_lost is not None:
             parts.append(f"{trial.steps_lost} steps lost")
+        if trial.whole_seconds is not None:
+            parts.append(f"whole {trial.whole_seconds:.1f} s after the node was back")
         console.print(", ".join(parts), markup=False)
+    if ranks := in_words(recording):
+        console.print(f"  {ranks}", markup=False)
     for check in checks:
         if not check.passed:
             console.print(f"  {check.name}: {check.detail}", style="red", markup=False)

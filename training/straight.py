@@ -1,9 +1,10 @@
 """The whole of a training, never disturbed: what a drill compares with.
 
-`python -m training.straight` reads one JSON line (config, data_folder, store_url, run, segments) and answers with one.
+`python -m training.straight` reads one JSON line (config, data_folder, store_url, run, segments) and answers
+with one.
 
-The sums of gradients depend on the number of ranks. Where that has changed, `segments` tells which number made which
-steps, and the straight run makes the same: it saves at the last step of each segment, and goes on with the next number.
+The sums of gradients depend on the number of ranks. Where that has changed, `segments` tells which number made
+which steps. The straight run makes the same: it saves at the last step of each segment, and goes on with the next number.
 """
 
 from __future__ import annotations

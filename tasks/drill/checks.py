@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tasks.drill.measures import began, steps_at_risk, trials
 from tasks.drill.recording import Recording
+from tasks.drill.worlds import grew_at, in_words, shrank_at
 from training.config import Frozen
 
 # The drill itself has destroyed a checkpoint: falling back further than one interval is what must happen.
@@ -32,6 +35,8 @@ def judge(recording: Recording) -> list[Check]:
         _lost(recording),
     ]
     checks += [_history(recording), _fenced(recording), _registered(recording)]
+    if any(fault.ranks is not None for fault in recording.injected):
+        checks += [_named(recording), _sizes(recording)]
     checks.append(Check(name="nothing left", passed=not recording.orphans, detail=_list(recording.orphans)))
     if recording.failures:
         checks.append(Check(name="drill", passed=False, detail=_list(recording.failures)))
@@ -98,6 +103,33 @@ def _fenced(recording: Recording) -> Check:
         if not commit.void and seals and commit.at > min(seals) + WAKE_SECONDS:
             late.append(f"{commit.token:06d}/{commit.sequence:08d}")
     return Check(name="no commit after a takeover", passed=not late, detail=_list(tuple(late)))
+
+
+def _named(recording: Recording) -> Check:
+    """The group says which node it has lost, or which rank on it."""
+    said: list[str] = []
+    missing: list[str] = []
+    for fault in recording.injected:
+        if fault.ranks is None:
+            continue
+        reason = next((seen.reason for seen in recording.tokens if seen.token == fault.token), "")
+        pids = {int(number) for number in re.findall(r"(?:pid|process) (\d+)", reason)}
+        (said if pids & set(fault.named) else missing).append(reason or f"{fault.fault}: nothing")
+    return Check(name="the node was named", passed=not missing, detail=_list(tuple(missing or said)))
+
+
+def _sizes(recording: Recording) -> Check:
+    """The group went on with fewer ranks; and with all of them, where the node came back."""
+    missing = []
+    faults = recording.injected
+    for fault, end in zip(faults, [*(fault.at for fault in faults[1:]), None], strict=True):
+        if fault.ranks is None:
+            continue
+        if shrank_at(recording, fault.at, fault.ranks, fault.until or end) is None:
+            missing.append(f"{fault.fault}: no checkpoint of fewer than {fault.ranks} ranks")
+        if fault.grows and (fault.until is None or grew_at(recording, fault.until, fault.ranks) is None):
+            missing.append(f"{fault.fault}: no checkpoint of {fault.ranks} ranks afterwards")
+    return Check(name="the group's size", passed=not missing, detail=_list((in_words(recording), *missing)))
 
 
 def _registered(recording: Recording) -> Check:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from tasks.drill.recording import CommitSeen, Injected, Recording, TokenSeen
 from tasks.drill.scene import Scene
+from tasks.drill.worlds import segments
 from tasks.tracking import registry_of
+from training.checkpoint.care.verify import verify
 from training.checkpoint.end import end_key, read_ends
 from training.checkpoint.history import Lineage, read_committed, read_lineage, sequences
 from training.checkpoint.store import Store
 from training.checkpoint.token import claim_key, seal_key
 from training.config import CheckpointConfig
 from training.errors import Corrupt, RetomaError
+from training.straight import Segment
 
 if TYPE_CHECKING:
     from tasks.drill.session import Session
 
 ORPHAN_SECONDS = 5.0  # the last processes may still be leaving
+# parts of the command of a process that trains, launches ranks, or is one that was forked
+TRAINS = ("training.process", "training.group", "training.node", "multiprocessing.forkserver")
 Steps = dict[int, tuple[float, ...]]
 
 
@@ -32,14 +38,19 @@ def collect(
     started: float,
     hurried: float | None,
     faults: tuple[Injected, ...],
-    straight_digest: str,
+    straight_digest: Callable[[tuple[Segment, ...]], str],
 ) -> Recording:
-    """The recording of a training that is over."""
+    """The recording of a training that is over.
+
+    Args:
+        straight_digest: of the straight run, with so many ranks in its segments.
+    """
     lineage = read_lineage(scene.store)
     steps = scene.observer.steps()
     head = lineage.head.manifest if lineage.head else None
     states = tuple(scene.journal.states())
     parents = [change for change in states if change.parent]
+    commits = tuple(_commits(scene, lineage))
     return Recording(
         scenario=session.scenario,
         run=session.run,
@@ -50,16 +61,16 @@ def collect(
         max_lost_steps=session.job.config.checkpoint.max_lost_steps,
         injected=faults,
         tokens=tuple(_tokens(scene, lineage, steps)),
-        commits=tuple(_commits(scene, lineage)),
+        commits=commits,
         steps=steps,
         states=states,
         outcome=parents[-1].state if parents else "not started",
         message=parents[-1].message if parents else "",
         digest=head.state_digest if head and head.position.epoch >= session.job.config.epochs else None,
-        straight_digest=straight_digest,
-        problems=tuple(f"{problem.key}: {problem.reason}" for problem in lineage.problems),
+        straight_digest=straight_digest(segments(commits)),
+        problems=tuple(_problems(scene.store, lineage)),
         unregistered=_unregistered(scene, lineage),
-        orphans=tuple(_orphans(steps)),
+        orphans=tuple(_orphans(scene, steps)),
         failures=tuple(scene.failures),
     )
 
@@ -134,6 +145,7 @@ def _commits(scene: Scene, lineage: Lineage) -> list[CommitSeen]:
                         at=seen.get(manifest.key, 0.0),
                         save_seconds=manifest.costs.save_seconds,
                         void=(attempt.token, sequence) not in kept,
+                        ranks=manifest.world_size,
                     )
                 )
     return found
@@ -148,11 +160,27 @@ def _unregistered(scene: Scene, lineage: Lineage) -> tuple[str, ...] | None:
     return tuple(str(ref) for ref in refs if (ref.token, ref.sequence) not in there)
 
 
-def _orphans(steps: Steps) -> list[str]:
+def _problems(store: Store, lineage: Lineage) -> list[str]:
+    """Of the history, and of what the checkpoints are made of: whoever was given up may have overwritten it."""
+    found = [f"{problem.key}: {problem.reason}" for problem in lineage.problems]
+    try:
+        problems = verify(store, data=True).problems
+    except RetomaError as error:
+        return [*found, f"the store does not tell: {error.message}"]
+    return [*found, *(f"{problem.key}: {problem.what}" for problem in problems if problem.severity != "garbage")]
+
+
+def _orphans(scene: Scene, steps: Steps) -> list[str]:
     deadline = time.monotonic() + ORPHAN_SECONDS
-    while (left := [pid for pid in steps if _trains(pid)]) and time.monotonic() < deadline:
+    while (left := _training_pids(scene, steps)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return [f"training process {pid}" for pid in left]
+
+
+def _training_pids(scene: Scene, steps: Steps) -> list[int]:
+    """Those that have made a step, and whatever else of a training there is on the nodes."""
+    on_nodes = {process.pid for node in scene.rig.nodes.values() for process in node.processes()}
+    return sorted(pid for pid in on_nodes | set(steps) if _trains(pid))
 
 
 def _trains(pid: int) -> bool:
@@ -160,4 +188,4 @@ def _trains(pid: int) -> bool:
         command = " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return False
-    return "training.process" in command or "multiprocessing.forkserver" in command  # a rank was forked
+    return any(part in command for part in TRAINS)

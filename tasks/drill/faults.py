@@ -7,58 +7,23 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
+from tasks.drill.fault import ANOTHER, OWN, RANKS, WAKE_SECONDS, WIRE, Fault, Undo, must_end, nothing
+from tasks.drill.node_faults import NODE_FAULTS, other_of
 from tasks.drill.recording import Injected
 from tasks.drill.rig import Node
-from tasks.drill.scene import Scene, Victim, is_alive
+from tasks.drill.scene import Scene, Victim
 from tasks.drill.wires import Server
 from training.checkpoint.history import head_ref, read_committed
 from training.checkpoint.store import Store
 from training.errors import Unavailable
 
-WAKE_SECONDS = 2.0
 SERVER_AWAY_SECONDS = 5.0
 FULL_BYTES = 128 * 1024  # less than a pack, more than what the drilled job writes down
-Undo = Callable[[], None]
-# What a fault needs: a stack of the drill's own, a store behind a wire, a store in a folder, a group of ranks.
-Need = Literal["own", "wire", "folder", "ranks"]
-OWN: tuple[Need, ...] = ("own",)
-WIRE: tuple[Need, ...] = ("own", "wire")
-RANKS: tuple[Need, ...] = ("ranks",)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One kind of fault.
-
-    Attributes:
-        name: on the command line and in reports.
-        about: one line for people.
-        make: makes it; returns what takes it back.
-        answer: what must come: another `token` that trains, `steps` of any attempt, or another `parent`.
-        hold_seconds: how long it lasts at most; it is taken back earlier once it was answered by a token.
-        limit_seconds: the answer must have come by then.
-        needs: what it is possible with.
-        quick: whether it belongs to the short set.
-    """
-
-    name: str
-    about: str
-    make: Callable[[Scene, Victim], Undo]
-    answer: Literal["token", "steps", "parent"] = "token"
-    hold_seconds: float = 0.0
-    limit_seconds: float = 180.0
-    needs: tuple[Need, ...] = ()
-    quick: bool = False
-
-
-def nothing() -> None:
-    """What there is to take back after a kill."""
 
 
 def kill_train(_: Scene, victim: Victim) -> Undo:
@@ -185,7 +150,7 @@ def corrupt_object(scene: Scene, victim: Victim) -> Undo:
     """Flip a byte in the newest pack while nobody writes, then SIGKILL the training process."""
     fall_back = partial(_has_two, scene, victim)
     scene.wait_for(fall_back, 60, "a second checkpoint, to fall back from")
-    for process in victim.below:
+    for process in victim.writing:
         process.send_signal(signal.SIGSTOP)
     try:
         flip_newest_byte(scene.store, scene.run)
@@ -225,6 +190,15 @@ def restart(name: Literal["prefect", "mlflow"]) -> Callable[[Scene, Victim], Und
 def injected(scene: Scene, fault: Fault, victim: Victim) -> tuple[Injected, Undo]:
     """Make a fault, and note what it hit and when."""
     on_parent = fault.answer == "parent"
+    of_node: dict[str, Any] = {}
+    node = victim.node
+    if fault.is_of_a_node:
+        other = other_of(victim)
+        pids = (other.agent.pid, *(rank.pid for rank in other.ranks))
+        of_node = {"ranks": len(victim.ranks), "named": pids, "grows": fault.grows}
+        node = other.node
+    elif victim.companions and "ranks" in fault.needs:
+        node = None  # any rank, on any node
     parents = scene.journal.parents() if on_parent else []
     at = time.time()
     undo = fault.make(scene, victim)
@@ -238,7 +212,8 @@ def injected(scene: Scene, fault: Fault, victim: Victim) -> tuple[Injected, Undo
             token=None if on_parent else victim.token,
             pid=victim.stepping.pid,
             flow_run_id=parents[-1]["id"] if parents else victim.flow_run_id,
-            detail=f"on {victim.node.name}" if victim.node else "",
+            detail=f"on {node.name}" if node else "",
+            **of_node,
         ),
         undo,
     )
@@ -249,9 +224,7 @@ def _wake(scene: Scene, victim: Victim, processes: list[psutil.Process]) -> None
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGCONT)
-    _, alive = psutil.wait_procs(processes, timeout=WAKE_SECONDS)
-    if pids := [process.pid for process in alive if is_alive(process.pid)]:
-        scene.failures.append(f"token {victim.token}: {pids} still lived {WAKE_SECONDS:g} s after they woke")
+    must_end(scene, victim, processes, WAKE_SECONDS, f"{WAKE_SECONDS:g} s after they woke")
 
 
 def _any_of(scene: Scene, victim: Victim) -> psutil.Process:
@@ -275,16 +248,19 @@ FAULTS = {
         Fault("kill-rank", "SIGKILL one rank of a group", kill_rank, needs=RANKS),
         Fault("freeze-rank", "SIGSTOP one rank of a group, wake it later", freeze_rank, needs=RANKS),
         Fault("hang-rank", "one rank of a group hangs, the others wait", hang("hang"), needs=RANKS),
+        *NODE_FAULTS,
         Fault("kill-flow", "SIGKILL the flow process of a range", kill_flow, quick=True),
         Fault("kill-parent", "SIGKILL the flow process of the training", kill_parent, answer="parent"),
-        Fault("freeze-tree", "SIGSTOP a range's processes, wake them after the takeover", freeze_tree, needs=OWN),
-        Fault("kill-node", "SIGKILL worker, flow process and training process at once", kill_node, needs=OWN),
+        Fault(
+            "freeze-tree", "SIGSTOP a range's processes, wake them after the takeover", freeze_tree, needs=ANOTHER
+        ),
+        Fault("kill-node", "SIGKILL worker, flow process and training process at once", kill_node, needs=ANOTHER),
         Fault(
             "partition-prefect",
             "a node can't reach Prefect",
             partition("prefect"),
             hold_seconds=90,
-            needs=OWN,
+            needs=ANOTHER,
         ),
         Fault(
             "partition-store",
@@ -299,7 +275,7 @@ FAULTS = {
             "a node can reach neither Prefect nor MLflow nor the store",
             partition("prefect", "mlflow", "store"),
             hold_seconds=120,
-            needs=WIRE,
+            needs=(*WIRE, "spare"),
         ),
         Fault("slow-disk", "the store answers slowly for 10 s", slow_disk, answer="steps", hold_seconds=10),
         Fault(

@@ -15,6 +15,8 @@ from tasks.data import ensure_data
 from tasks.plan import check_job
 from training.config import JobConfig, load_config
 from training.errors import Invalid, RetomaError
+from training.parallel.config import ParallelConfig
+from training.straight import Segment
 
 BUILT_IN = "training/jobs/mnist_cnn.yaml"
 BUILT_IN_CHANGES = ("batch_size=64", "checkpoint.every_steps=5", "checkpoint.max_lost_steps=10")
@@ -50,22 +52,27 @@ class DrillJob:
         return file
 
 
-def built_in_job(root: Path, steps: int, world: int = 1) -> DrillJob:
-    """The digits of `make train`, with at least so many steps, on so many ranks."""
-    changes = (*BUILT_IN_CHANGES, f"parallel.world={world}")
-    return _made(root, load_config(root / BUILT_IN, changes), STEP_SECONDS, steps)
+def built_in_job(root: Path, steps: int, group: ParallelConfig) -> DrillJob:
+    """The digits of `make train`, with at least so many steps, by such a group."""
+    config = load_config(root / BUILT_IN, BUILT_IN_CHANGES).model_copy(update={"parallel": group})
+    return _made(root, config, STEP_SECONDS, steps)
 
 
-def users_job(root: Path, file: Path, overrides: list[str]) -> DrillJob:
-    """A job as its file says, with its own number of epochs, in one range."""
-    return _made(root, load_config(file, overrides), 0.0, None)
+def users_job(root: Path, file: Path, overrides: list[str], *, shrinks: bool = False) -> DrillJob:
+    """A job as its file says, with its own number of epochs, in one range.
+
+    Args:
+        shrinks: a node of its group will be lost: it goes on with one, unless the job says what is needed.
+    """
+    config = load_config(file, overrides)
+    if shrinks and config.parallel.nodes > 1 and config.parallel.min_nodes is None:
+        config = load_config(file, [*overrides, "parallel.min_nodes=1"])
+    return _made(root, config, 0.0, None)
 
 
 def _made(root: Path, config: JobConfig, step_seconds: float, steps: int | None) -> DrillJob:
     if config.checkpoint.bounded is not None:
         raise Invalid("a drill compares bit for bit, and bounded deltas are not exact", hint="unset bounded")
-    if config.parallel.nodes > 1:
-        raise Invalid("a drill trains on one node, and has no group of several yet", hint="--set parallel.nodes=1")
     version = ensure_data(root, config.data) if config.data else None
     folder = root / version.path if version else None
     preflight = check_job(root, config, folder)
@@ -75,10 +82,17 @@ def _made(root: Path, config: JobConfig, step_seconds: float, steps: int | None)
 
 
 class Straight:
-    """The straight run, in the background: `digest` waits for it."""
+    """A straight run, in the background: `digest` waits for it.
 
-    def __init__(self, root: Path, job: DrillJob, folder: Path) -> None:
-        self._root, self._job, self._folder = root, job, folder
+    Args:
+        root: the project's root.
+        job: what is trained.
+        folder: for its store; the drill removes what else is beside it.
+        segments: numbers of ranks to train with, where they have changed.
+    """
+
+    def __init__(self, root: Path, job: DrillJob, folder: Path, segments: tuple[Segment, ...] = ()) -> None:
+        self._root, self._job, self._folder, self._segments = root, job, folder, segments
         self._digest: str | None = None
         self._error: RetomaError | None = None
         self._thread = threading.Thread(target=self._work, name="retoma-straight", daemon=True)
@@ -98,6 +112,7 @@ class Straight:
             "data_folder": str(self._job.data_folder) if self._job.data_folder else None,
             "store_url": str(self._folder),
             "run": "straight",
+            "segments": self._segments,
         }
         try:
             answer = ask(STRAIGHT_COMMAND, question, timeout_seconds=STRAIGHT_SECONDS, cwd=self._root)

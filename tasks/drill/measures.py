@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from tasks.drill.recording import Injected, Recording, StateSeen, TokenSeen
+from tasks.drill.worlds import grew_at
 from training.config import Frozen
 
 CALM_STATES = ("SCHEDULED", "PENDING", "RUNNING")
@@ -24,6 +25,7 @@ class Trial(Frozen):
         restore_seconds: until that attempt had restored and sealed.
         recovery_seconds: until its first trained step. Without a new token: the longest time without a step.
         steps_lost: that had been trained, and were trained again.
+        whole_seconds: from when a node was back until a group of as many ranks as before had committed.
     """
 
     fault: str
@@ -37,6 +39,7 @@ class Trial(Frozen):
     steps_lost: int | None = None
     next_token: int | None = None
     until_seconds: float | None = None
+    whole_seconds: float | None = None
     detail: str = ""
 
 
@@ -128,6 +131,7 @@ def _trial(recording: Recording, fault: Injected, end: float) -> Trial:
         token=fault.token,
         detail=fault.detail,
         until_seconds=fault.until - fault.at if fault.until is not None else None,
+        whole_seconds=_whole(recording, fault),
     )
     if fault.token is None:
         return found.model_copy(update=_parent_fields(recording, fault, end))
@@ -151,6 +155,13 @@ def _trial(recording: Recording, fault: Injected, end: float) -> Trial:
         }
         break
     return found.model_copy(update=fields)
+
+
+def _whole(recording: Recording, fault: Injected) -> float | None:
+    if fault.ranks is None or fault.until is None:
+        return None
+    at = grew_at(recording, fault.until, fault.ranks)
+    return at - fault.until if at is not None else None
 
 
 def _verdict(

@@ -22,6 +22,9 @@ class Injected(Frozen):
     flow_run_id: str | None = None
     until: float | None = None  # when it was taken back: healed, or woken
     detail: str = ""
+    ranks: int | None = None  # of the group, where the fault is about a node of it
+    named: tuple[int, ...] = ()  # processes there, of which the verdict must name one
+    grows: bool = False  # whether the node is a part of the group again after the fault was taken back
 
 
 class TokenSeen(Frozen):
@@ -51,6 +54,7 @@ class CommitSeen(Frozen):
     at: float
     save_seconds: float
     void: bool = False
+    ranks: int = 1  # that wrote it
 
 
 class StateSeen(Frozen):

@@ -10,13 +10,16 @@ from tasks.drill.checks import Check, judge
 from tasks.drill.measures import Trial, began, goodput, steps_at_risk, trials
 from tasks.drill.recording import Recording
 from tasks.drill.timeline import draw
+from tasks.drill.worlds import in_words
 
-COLUMNS = ("fault", "at", "verdict", "by", "new token", "first step", "steps lost", "taken back")
+COLUMNS = ("fault", "at", "verdict", "by", "new token", "first step", "steps lost", "taken back", "whole")
 WORDS = {
     "verdict": "from the fault until somebody said that the attempt is over",
     "new token": "until the next attempt had claimed its token",
     "first step": "until that attempt had trained its first step; where nobody took over: the longest stand-still",
     "steps lost": "steps that had been trained and were trained again",
+    "taken back": "when the fault was: the wire mended, the process woken, the node started again",
+    "whole": "from then until a group of as many ranks as before had committed",
     "goodput": "time of the steps that lasted, over all time from the first step on; of one fault in a short "
     "training it says little",
 }
@@ -144,8 +147,9 @@ def _section(recording: Recording) -> str:
 
 def _summary(recording: Recording) -> str:
     steps = max((commit.step for commit in recording.commits), default=0)
+    ranks = in_words(recording)
     return (
-        f"Run {recording.run}: {steps} steps in {len(recording.tokens)} attempts, "
+        f"Run {recording.run}: {steps} steps {f'by {ranks} ' if ranks else ''}in {len(recording.tokens)} attempts, "
         f"{len(recording.commits)} checkpoints, goodput {_percent(goodput(recording))}; "
         f"a fault may cost {steps_at_risk(recording)} steps."
     )
@@ -166,6 +170,7 @@ def _row(recording: Recording, trial: Trial) -> list[str]:
         _seconds(trial.recovery_seconds),
         "" if trial.steps_lost is None else str(trial.steps_lost),
         _seconds(trial.until_seconds),
+        _seconds(trial.whole_seconds),
     ]
 
 

@@ -19,7 +19,7 @@ from infra.servers import Component, ask, components
 from infra.settings import Settings
 from tasks.drill.folder import NAMESPACES, STACK
 from tasks.drill.seaweed import BUCKET, Seaweed
-from tasks.drill.wires import Server, Wires, wires
+from tasks.drill.wires import PEERS, WIRES, Hub, Server, Wires, hub, wires
 from training.errors import Invalid, Unavailable
 
 NODES = ("node-1", "node-2")
@@ -49,6 +49,24 @@ class Node:
         found = self.table.find(self.name)
         return found[1] if found else None
 
+    def processes(self) -> list[psutil.Process]:
+        """All that lives on it, the worker first."""
+        worker = self.worker()
+        others = [process for process in self.table.members(self.name) if process != worker]
+        return [worker, *others] if worker is not None else others
+
+    def cut(self) -> None:
+        """Nothing passes between it and anybody else."""
+        for wire in WIRES:
+            if self.wires.has(wire):
+                self.wires.cut(wire)
+
+    def heal(self) -> None:
+        """Everything passes again."""
+        for wire in WIRES:
+            if self.wires.has(wire):
+                self.wires.heal(wire)
+
 
 @dataclass
 class Rig:
@@ -65,6 +83,24 @@ class Rig:
     own: bool
     nodes: dict[str, Node] = field(default_factory=dict)
     seaweed: Seaweed | None = None
+    hub: Hub | None = None
+
+    @property
+    def joins_nodes(self) -> bool:
+        """Whether a group over several nodes is possible."""
+        return self.own and all(node.wires.reach_each_other for node in self.nodes.values())
+
+    @property
+    def parts_nodes(self) -> bool:
+        """Whether a node can be cut off from the others."""
+        return self.own and all(node.wires.has(PEERS) for node in self.nodes.values())
+
+    def mend(self) -> None:
+        """All wires are whole, and each node has a worker."""
+        for node in self.nodes.values():
+            node.heal()
+            if node.worker() is None:
+                node.start()
 
     @property
     def about(self) -> dict[str, str]:
@@ -142,6 +178,8 @@ def own_rig(home: Path, folder: Path, report: Report, *, s3: bool = False) -> It
     finally:
         for node in rig.nodes.values():
             node.wires.close()
+        if rig.hub is not None:
+            rig.hub.close()
         stack.down(settings)
         if seaweed is not None:
             seaweed.remove_sockets()
@@ -173,8 +211,9 @@ def _replace_worker(rig: Rig, table: ProcessTable) -> None:
     servers: dict[Server, int] = {"prefect": ports.prefect, "mlflow": ports.mlflow}
     if rig.seaweed is not None:
         servers["store"] = rig.seaweed.port
+    rig.hub = hub(rig.folder / NAMESPACES)
     for name in NODES:
-        found = wires(servers, rig.folder / NAMESPACES)
+        found = wires(servers, rig.folder / NAMESPACES, rig.hub)
         rig.nodes[name] = Node(name, found, _component(part, name, settings, found), table)
         rig.nodes[name].start()
 
@@ -186,7 +225,10 @@ def _component(part: Component, name: str, settings: Settings, found: Wires) -> 
         "PREFECT_API_URL": f"{found.url('prefect')}/api",
         "MLFLOW_TRACKING_URI": found.url("mlflow"),
         "NO_PROXY": "*",
+        "RETOMA_NODE_ADDRESS": found.address,
     }
+    if found.has(PEERS):
+        addresses["GLOO_SOCKET_IFNAME"] = PEERS  # the machine's name leads to none of its interfaces
     if found.has("store"):
         moved = settings.model_copy(update={"s3_endpoint_url": found.url("store")})
         addresses |= moved.s3_variables()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from infra.settings import Settings
@@ -16,9 +16,8 @@ from tasks.drill.report import Drill, markdown, now, page
 from tasks.drill.rig import Report, Rig, own_rig, users_rig
 from tasks.drill.scenarios import RANDOM, Scenario
 from tasks.drill.session import PENDING, Session
-
-Jobs = Callable[[int], DrillJob]
-USERS = (0, 0)
+from training.parallel.config import ParallelConfig
+from training.straight import Segment
 
 
 def run_drill(
@@ -50,17 +49,18 @@ def run_drill(
     """
     sweep(settings.home, report)
     with drill_folder() as folder:
-        jobs = _jobs(settings.home, job, list(overrides), scenarios)
+        job_of = _jobs(settings.home, job, list(overrides), scenarios)
         straights = _Straights(settings.home, folder)
-        for made in jobs.values():
-            straights.begin(made)  # while the servers start
+        for scenario in scenarios:
+            if not scenario.shrinks:
+                straights.begin(job_of(scenario))  # while the servers start
         with _rig(settings, folder, report, s3=s3, here=here) as rig:
-            about = {"job": next(iter(jobs.values())).config.short_name, **rig.about}
+            about = {"job": job_of(scenarios[0]).config.short_name, **rig.about}
             drill = Drill(started=now(), about=about | {"seed": str(scenarios[0].seed)})
             for scenario in scenarios:
-                made = jobs[(scenario.steps, scenario.world) if job is None else USERS]
-                world = made.config.parallel.world
-                if reason := scenario.why_not(rig, world):
+                made = job_of(scenario)
+                group = made.config.parallel
+                if reason := scenario.why_not(rig, group):
                     drill.skipped[scenario.name] = reason
                     report(f"{scenario.name}: not possible here: {reason}")
                     continue
@@ -70,7 +70,7 @@ def run_drill(
                     job=made,
                     scenario=scenario.name,
                     run=f"{scenario.run_name}-{secrets.token_hex(2)}",
-                    plan=scenario.plan(rig, made.step_seconds, world),
+                    plan=scenario.plan(rig, made.step_seconds, group),
                     report=report,
                     seed=scenario.seed,
                     kill_pending=scenario.name == PENDING,
@@ -96,36 +96,42 @@ class _Straights:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self._root, self._folder = root, folder
-        self._runs: dict[tuple[int, int], Straight] = {}
+        self._runs: dict[tuple[int, int, tuple[Segment, ...]], Straight] = {}
 
-    def begin(self, job: DrillJob) -> None:
-        key = epochs, world = job.config.epochs, job.config.parallel.world
+    def begin(self, job: DrillJob, segments: tuple[Segment, ...] = ()) -> Straight:
+        key = epochs, world, _ = job.config.epochs, job.config.parallel.world, segments
         if key not in self._runs:
-            self._runs[key] = Straight(self._root, job, self._folder / f"straight-{epochs}-{world}")
+            folder = self._folder / f"straight-{len(self._runs)}-{epochs}-{world}"
+            self._runs[key] = Straight(self._root, job, folder, segments)
+        return self._runs[key]
 
     def wait(self) -> None:
         for run in self._runs.values():
             run.digest()
 
-    def digest(self, job: DrillJob) -> str:
-        return self._runs[job.config.epochs, job.config.parallel.world].digest()
+    def digest(self, job: DrillJob, segments: tuple[Segment, ...]) -> str:
+        """With these numbers of ranks; where they are the job's own all the time, of the plain run."""
+        as_planned = all(segment.ranks == job.config.parallel.world for segment in segments)
+        return self.begin(job, () if as_planned else segments).digest()
 
 
 def _jobs(
     root: Path, file: Path | None, overrides: list[str], scenarios: Sequence[Scenario]
-) -> dict[tuple[int, int], DrillJob]:
-    """By the steps and ranks that are wanted; a user's job has its own."""
+) -> Callable[[Scenario], DrillJob]:
+    """The job of each scenario: as long as the longest one with the same group needs; a user's is as it is."""
     if file is not None:
-        return {USERS: users_job(root, file, overrides)}
-    found: dict[tuple[int, int], DrillJob] = {}
-    for world in {scenario.world for scenario in scenarios}:
-        own = [scenario for scenario in scenarios if scenario.world == world]
-        longest = max((s.steps for s in own if s.name != RANDOM), default=0)
-        wanted = {s.steps for s in own if s.name == RANDOM} | ({longest} if longest else set())
-        made = {steps: built_in_job(root, steps, world) for steps in wanted}
-        found |= {(steps, world): job for steps, job in made.items()}
-        found |= {(s.steps, world): made[longest] for s in own if s.name != RANDOM}
-    return found
+        own = users_job(root, file, overrides, shrinks=any(scenario.shrinks for scenario in scenarios))
+        return lambda _: own
+    steps: dict[ParallelConfig, int] = {}
+    for scenario in scenarios:
+        if scenario.name != RANDOM:
+            steps[scenario.group] = max(scenario.steps, steps.get(scenario.group, 0))
+
+    @cache
+    def made(count: int, group: ParallelConfig) -> DrillJob:
+        return built_in_job(root, count, group)
+
+    return lambda wanted: made(wanted.steps if wanted.name == RANDOM else steps[wanted.group], wanted.group)
 
 
 @contextlib.contextmanager

@@ -16,13 +16,28 @@ import psutil
 from tasks.drill.journal import Journal
 from tasks.drill.observer import Observer
 from tasks.drill.rig import Node, Rig
+from training.checkpoint.history import head_ref, read_committed, sequences
 from training.checkpoint.store import Store
 from training.checkpoint.token import read_claim
-from training.errors import Corrupt, Unavailable
+from training.errors import Corrupt, RetomaError, Unavailable
 
 POLL_SECONDS = 0.03
 OVER_SECONDS = 2.0
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Companion:
+    """Another node of a group than the range's own.
+
+    Attributes:
+        agent: the process there that the launcher hears.
+        ranks: those there.
+    """
+
+    node: Node
+    agent: psutil.Process
+    ranks: tuple[psutil.Process, ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,8 @@ class Victim:
 
     Attributes:
         training: the process that its supervisor has started: that trains, or the launcher of the ranks.
-        ranks: of a group; else empty.
+        ranks: of a group, on all of its nodes; else empty.
+        companions: of a group that has other nodes now.
     """
 
     token: int
@@ -40,6 +56,7 @@ class Victim:
     training: psutil.Process
     node: Node | None
     ranks: tuple[psutil.Process, ...] = ()
+    companions: tuple[Companion, ...] = ()
 
     @property
     def stepping(self) -> psutil.Process:
@@ -53,6 +70,12 @@ class Victim:
             return [self.training, *self.training.children(recursive=True)]
         except psutil.Error:
             return [self.training, *self.ranks]
+
+    @property
+    def writing(self) -> list[psutil.Process]:
+        """All that may write to the store, on any node."""
+        below = self.below
+        return [*below, *(rank for rank in self.ranks if rank not in below)]
 
 
 @dataclass
@@ -75,8 +98,12 @@ class Scene:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def victim(self, timeout_seconds: float = 150.0) -> Victim:
+    def victim(self, timeout_seconds: float = 150.0, *, over_nodes: bool = False) -> Victim:
         """The attempt that trains now, and has committed something under its own token.
+
+        Args:
+            timeout_seconds: how long to wait for one.
+            over_nodes: it must have another node.
 
         Raises:
             Unavailable: there is none in time, or the training is over.
@@ -88,9 +115,18 @@ class Scene:
             if time.monotonic() - looked > OVER_SECONDS:
                 looked = time.monotonic()
                 self._refuse_if_over()
-            return self._victim()
+            found = self._victim()
+            return found if found is None or found.companions or not over_nodes else None
 
-        return self.wait_for(look, timeout_seconds, "an attempt that trains and has committed something")
+        what = " on several nodes" if over_nodes else ""
+        return self.wait_for(look, timeout_seconds, f"an attempt that trains{what} and has committed something")
+
+    def group_ranks(self) -> int | None:
+        """Ranks that wrote the newest checkpoint."""
+        with contextlib.suppress(RetomaError):
+            if head := head_ref(self.store):
+                return read_committed(self.store, head.token, head.sequence).manifest.world_size
+        return None
 
     def _refuse_if_over(self) -> None:
         with contextlib.suppress(httpx.HTTPError):
@@ -129,23 +165,39 @@ class Scene:
             who = read_claim(self.store, token).who
             supervisor = psutil.Process(who["pid"])
             children = [c for c in supervisor.children() if is_training(c)]
-            ranks = self._ranks(children[0]) if len(children) == 1 else ()
+            group = self._group(children[0], token) if len(children) == 1 else ((), ())
         except (Corrupt, Unavailable, KeyError, OSError, ValueError, psutil.Error):
             return None
-        if len(children) != 1 or ranks is None:
+        if len(children) != 1 or group is None:
             return None
         node = self.rig.node_of(supervisor)
-        victim = Victim(token, str(who["flow_run_id"]), supervisor, children[0], node, ranks)
+        victim = Victim(token, str(who["flow_run_id"]), supervisor, children[0], node, *group)
         return victim if self.steps_of(victim.stepping) else None
 
-    def _ranks(self, launcher: psutil.Process) -> tuple[psutil.Process, ...] | None:
-        """Of the group that this process has launched, in order; empty: it launches none; None: not all are up."""
+    def _group(
+        self, launcher: psutil.Process, token: int
+    ) -> tuple[tuple[psutil.Process, ...], tuple[Companion, ...]] | None:
+        """Ranks that this process has launched, in order, and other nodes; empty: none; None: not all are up."""
         if "training.group" not in " ".join(launcher.cmdline()):
-            return ()
+            return (), ()
+        count = read_committed(self.store, token, sequences(self.store, token)[-1]).manifest.world_size
         folder = self.rig.folder / self.run / "ranks"
-        below = {child.pid for child in launcher.children(recursive=True)}
-        pids = [int(file.read_text()) for file in sorted(folder.iterdir(), key=lambda file: int(file.name))]
-        return tuple(psutil.Process(pid) for pid in pids) if set(pids) <= below else None
+        ranks = tuple(psutil.Process(int((folder / str(rank)).read_text())) for rank in range(count))
+        below = set(launcher.children(recursive=True))
+        elsewhere: dict[psutil.Process, list[psutil.Process]] = {}
+        for rank in ranks:
+            if rank not in below:
+                agents = [process for process in rank.parents() if "training.node" in process.cmdline()]
+                if not agents:
+                    return None  # of an older attempt
+                elsewhere.setdefault(agents[0], []).append(rank)
+        companions = []
+        for agent, theirs in elsewhere.items():
+            node = self.rig.node_of(agent)
+            if node is None:
+                return None
+            companions.append(Companion(node, agent, tuple(theirs)))
+        return ranks, tuple(companions)
 
 
 def is_training(process: psutil.Process) -> bool:

@@ -16,7 +16,8 @@ import psutil
 
 from infra.prefect_runs import LIVE, PrefectRuns
 from tasks.drill.collect import collect
-from tasks.drill.faults import Fault, injected, nothing
+from tasks.drill.fault import Fault, nothing
+from tasks.drill.faults import injected
 from tasks.drill.job import DrillJob
 from tasks.drill.journal import Journal
 from tasks.drill.observer import Observer
@@ -28,6 +29,7 @@ from tasks.milestones import read_milestone
 from training.checkpoint.store import open_store
 from training.config import load_config
 from training.errors import RetomaError, Unavailable
+from training.straight import Segment
 
 END_SECONDS = 600.0
 START_SECONDS = 180.0
@@ -66,8 +68,13 @@ class Session:
     seed: int = 0
     kill_pending: bool = False
 
-    def record(self, straight_digest: Callable[[], str]) -> Recording:
-        """Train, make the faults, wait for the end, and gather what was seen."""
+    def record(self, straight_digest: Callable[[tuple[Segment, ...]], str]) -> Recording:
+        """Train, make the faults, wait for the end, and gather what was seen.
+
+        Args:
+            straight_digest: of the straight run, with so many ranks in its segments.
+        """
+        self.rig.mend()
         store = open_store(self.rig.settings.run_url(self.run))
         journal = Journal(self.rig.settings.prefect_url(), self.run)
         observer = Observer(store, self.rig.folder / self.run)
@@ -98,7 +105,7 @@ class Session:
                 self._give_up(scene)
             finally:
                 observer.close()
-        return collect(scene, self, started, hurried, tuple(faults), straight_digest())
+        return collect(scene, self, started, hurried, tuple(faults), straight_digest)
 
     def _start(self, runs: PrefectRuns) -> None:
         file = self.job.drilled(self.rig.folder / self.run)
@@ -108,12 +115,16 @@ class Session:
     def _make_faults(self, scene: Scene, done: list[Injected]) -> None:
         """Make one fault after the other, and note it. Each is taken back before the next one comes."""
         for planned in self.plan:
-            victim = scene.victim(START_SECONDS if not done else planned.fault.limit_seconds)
+            over_nodes = planned.fault.is_of_a_node
+            if over_nodes:
+                self.rig.mend()  # another node was lost for good: here is a new one
+            limit_seconds = START_SECONDS if not done else planned.fault.limit_seconds
+            victim = scene.victim(limit_seconds, over_nodes=over_nodes)
             if planned.since_last and done:
                 time.sleep(max(0.0, done[-1].at + planned.wait_seconds - time.time()))
             else:
                 time.sleep(planned.wait_seconds)
-            victim = scene.victim()
+            victim = scene.victim(over_nodes=over_nodes)
             fault, undo = injected(scene, planned.fault, victim)
             offset = fault.at - min(scene.observer.seen.values())
             what = f"{planned.fault.name} {fault.detail}, token {fault.token}"
@@ -125,6 +136,8 @@ class Session:
                 if undo is not nothing:
                     done[-1] = fault.model_copy(update={"until": time.time()})
                 undo()
+            if fault.grows:
+                self._wait_for_size(scene, fault, lambda ranks, whole: ranks == whole, planned.fault.limit_seconds)
             before = scene.observer.seen
             seconds = max(1.0, fault.at + planned.fault.limit_seconds - time.time())
             what = f"a checkpoint after {fault.fault}"
@@ -135,6 +148,8 @@ class Session:
         if fault.answer == "token":
             hold_until = made.at + (fault.hold_seconds or fault.limit_seconds)
             self._wait_for_takeover(scene, victim, hold_until)
+            if made.ranks is not None:
+                self._wait_for_size(scene, made, lambda ranks, before: ranks < before, fault.limit_seconds)
         elif fault.answer == "parent":
             scene.wait_for(lambda: self._other_parent(scene, made), fault.limit_seconds, "another parent")
         else:
@@ -150,6 +165,20 @@ class Session:
 
         with contextlib.suppress(Unavailable):
             scene.wait_for(taken_over, max(0.0, until - time.time()), "a takeover")
+
+    def _wait_for_size(
+        self, scene: Scene, made: Injected, fits: Callable[[int, int], bool], seconds: float
+    ) -> None:
+        """Until the newest checkpoint is of a group of such a size, by its ranks now and before the fault."""
+        whole = made.ranks
+        assert whole is not None  # noqa: S101 - the fault is of a group
+
+        def look() -> int | None:
+            ranks = scene.group_ranks()
+            return ranks if ranks is not None and fits(ranks, whole) else None
+
+        found = scene.wait_for(look, seconds, f"another size of the group than {scene.group_ranks()} ranks")
+        self.report(f"{self.scenario}: the group has {found} rank{'s' if found > 1 else ''}")
 
     def _other_parent(self, scene: Scene, made: Injected) -> bool | None:
         others = [run for run in scene.journal.parents() if run["id"] != made.flow_run_id]
@@ -207,9 +236,7 @@ class Session:
                 if run["state_type"] in LIVE:
                     scene.journal.cancel(run["id"])
         for node in self.rig.nodes.values():
-            for server in ("prefect", "mlflow", "store"):
-                if node.wires.has(server):
-                    node.wires.heal(server)
+            node.heal()
 
     def _parent_pid(self, runs: PrefectRuns) -> int:
         found = read_milestone(runs, self.run)
