@@ -4,7 +4,8 @@
 with one.
 
 The sums of gradients depend on the number of ranks. Where that has changed, `segments` tells which number made
-which steps. The straight run makes the same: it saves at the last step of each segment, and goes on with the next number.
+which steps. The straight run makes the same: it saves at the last step of each segment, and goes on with the next
+number.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _sizes(recording: Recording) -> Check:
     for fault, end in zip(faults, [*(fault.at for fault in faults[1:]), None], strict=True):
         if fault.ranks is None:
             continue
-        if shrank_at(recording, fault.at, fault.ranks, fault.until or end) is None:
+        if shrank_at(recording, fault.at, fault.ranks, end) is None:
             missing.append(f"{fault.fault}: no checkpoint of fewer than {fault.ranks} ranks")
         if fault.grows and (fault.until is None or grew_at(recording, fault.until, fault.ranks) is None):
             missing.append(f"{fault.fault}: no checkpoint of {fault.ranks} ranks afterwards")
