@@ -14,6 +14,7 @@ from infra.processes import ProcessTable
 from infra.settings import Settings
 from tasks.drill.measures import trials
 from tasks.drill.recording import Recording
+from tasks.drill.worlds import numbers
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.xdist_group("drill")]  # a stack of its own
 # Each process trains on other numbers, so that whatever is resumed differs from the straight run.
@@ -78,6 +79,24 @@ def test_a_job_that_is_not_deterministic_fails_the_drill(stack: Settings, tmp_pa
         )
     assert "failed" in text
     assert "bit for bit the straight run" in text
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_group_loses_a_node_and_grows_again_and_ends_as_the_straight_run_of_as_many_ranks(
+    tmp_path: Path, stack_settings: Settings
+) -> None:
+    text = drill(stack_settings.home, "shrink-grow", "--seed", "1", "--out", str(tmp_path))
+    assert "  2, 1, 2 ranks" in text
+    recording = Recording.model_validate_json((tmp_path / "shrink-grow.json").read_text())
+    assert recording.digest == recording.straight_digest
+    assert numbers(recording) == (2, 1, 2)
+    (trial,) = trials(recording)
+    assert trial.by == "supervisor"
+    assert trial.whole_seconds is not None
+    (lost,) = (seen.reason for seen in recording.tokens if seen.token == trial.token)
+    assert "node" in lost
+    assert "by 2, 1, 2 ranks" in (tmp_path / "drill.html").read_text()
 
 
 @pytest.mark.soak

@@ -1,0 +1,110 @@
+"""The straight run of a training whose number of ranks has changed: the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.drill.recording import CommitSeen
+from tasks.drill.worlds import segments
+from tests.support.cuts import gpt_config, write_corpus
+from tests.support.gang import gang, outcomes
+from tests.support.launched import STEPS
+from training import straight
+from training.checkpoint.history import read_lineage
+from training.checkpoint.manifest import Committed
+from training.checkpoint.ranks.exchange import Exchange
+from training.checkpoint.store import LocalStore
+from training.config import JobConfig
+from training.errors import Preempted, RetomaError
+from training.parallel.ranks import standing
+from training.ports import Done, Failed, Message, Saved
+from training.session import train_range
+from training.stopping import GroupStop
+from training.straight import Segment, Whole, on_one_node, replay
+
+pytestmark = pytest.mark.xdist_group("ranks")  # each of them needs more processes than there are cores
+DIES = 3
+
+
+def train(exchange: Exchange, config: JobConfig, store: str, data: str, die_after: int | None = None) -> Done:
+    """To the end on one rank, or until the checkpoint after so many steps."""
+    request = GroupStop()
+    signal.signal(signal.SIGTERM, lambda *_: request.ask())
+
+    def hear(message: Message) -> None:
+        if isinstance(message, Saved) and message.position.step == die_after:
+            os._exit(DIES)
+
+    ranks = standing(config.parallel, exchange, torch.device("cpu"))
+    return train_range(config, store, "r", data_folder=Path(data), ranks=ranks, request=request, report=hear)
+
+
+def in_a_gang(whole: Whole, config: JobConfig) -> Done | Failed:
+    """What a launcher does, with ranks that have imported torch already."""
+    answers = outcomes(config.parallel.world, train, config, whole.store_url, whole.folder)
+    found = [answer for _, answer in answers]
+    if all(ok for ok, _ in answers):
+        return found[0]  # type: ignore[no-any-return]
+    assert all("Preempted" in text for text in found), found
+    return Failed(error=Preempted.__name__, message="asked to stop")
+
+
+def chain(store: Path) -> list[Committed]:
+    return read_lineage(LocalStore(store)).chain
+
+
+def seen(store: Path) -> list[CommitSeen]:
+    """As the drill collects them."""
+    return [
+        CommitSeen(
+            token=committed.ref.token,
+            sequence=committed.ref.sequence,
+            step=committed.manifest.position.step,
+            kind=committed.manifest.kind,
+            at=0.0,
+            save_seconds=0.0,
+            ranks=committed.manifest.world_size,
+        )
+        for committed in chain(store)
+    ]
+
+
+def test_a_training_that_has_shrunk_and_grown_is_replayed_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    config = gpt_config(parallel={"world": 2, "nodes": 2, "min_nodes": 1})
+    disturbed = tmp_path / "disturbed"
+    for ranks, dies_after in ((2, 1), (1, 3)):
+        answers = outcomes(ranks, train, on_one_node(config, ranks), str(disturbed), corpus, dies_after)
+        assert not any(ok for ok, _ in answers), "killed in the middle of an epoch"
+    done, _ = gang(2, train, on_one_node(config, 2), str(disturbed), corpus)
+    found = segments(seen(disturbed))
+    assert [segment.ranks for segment in found] == [2, 1, 2]
+    assert found[-1].step == STEPS
+
+    monkeypatch.setattr(straight, "_train_group", in_a_gang)
+    whole = Whole(config, str(tmp_path / "straight"), "r", corpus)
+    again = replay(whole, list(found))
+    assert again.state_digest == done.state_digest
+    assert [segment.ranks for segment in segments(seen(tmp_path / "straight"))] == [2, 1, 2]
+    never_smaller = in_a_gang(whole._replace(store_url=str(tmp_path / "other")), on_one_node(config, 2))
+    assert isinstance(never_smaller, Done)
+    assert never_smaller.state_digest != done.state_digest, "the number of ranks makes a difference"
+
+
+def test_a_replay_that_did_not_leave_where_it_should_is_no_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Whole(gpt_config(parallel={"world": 2}), str(tmp_path / "straight"), "r", None)
+    monkeypatch.setattr(straight, "_train_group", lambda *_: Failed(error=Preempted.__name__, message="asked"))
+    with pytest.raises(RetomaError, match="with 2 ranks left at step 0 instead of 4"):
+        replay(whole, [Segment(2, 4), Segment(2, 6)])
+    monkeypatch.setattr(straight, "_train_group", lambda *_: Failed(error="ValueError", message="this is bad"))
+    with pytest.raises(RetomaError, match=r"did not leave at step 4.*this is bad"):
+        replay(whole, [Segment(2, 4), Segment(2, 6)])
