@@ -51,6 +51,11 @@ def collect(
     states = tuple(scene.journal.states())
     parents = [change for change in states if change.parent]
     commits = tuple(_commits(scene, lineage))
+    straight = None
+    try:
+        straight = straight_digest(segments(commits))
+    except RetomaError as error:
+        scene.failures.append(f"the straight run: {error}")
     return Recording(
         scenario=session.scenario,
         run=session.run,
@@ -67,7 +72,7 @@ def collect(
         outcome=parents[-1].state if parents else "not started",
         message=parents[-1].message if parents else "",
         digest=head.state_digest if head and head.position.epoch >= session.job.config.epochs else None,
-        straight_digest=straight_digest(segments(commits)),
+        straight_digest=straight,
         problems=tuple(_problems(scene.store, lineage)),
         unregistered=_unregistered(scene, lineage),
         orphans=tuple(_orphans(scene, steps)),
