@@ -140,8 +140,13 @@ def test_a_users_group_goes_on_with_one_node_unless_the_job_says_otherwise(
 
 
 def test_scenarios_of_one_group_share_the_longest_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[tuple[int, ParallelConfig]] = []
-    monkeypatch.setattr("tasks.drill.run.built_in_job", lambda _root, *wanted: made.append(wanted) or wanted)
+    made: list[Any] = []
+
+    def make(_root: Path, *wanted: Any) -> Any:
+        made.append(wanted)
+        return wanted
+
+    monkeypatch.setattr("tasks.drill.run.built_in_job", make)
     scenarios = [Scenario(name) for name in ("kill-train", "hang+kill-flow", "shrink-grow", "lose-node", "random")]
     job_of: Any = _jobs(tmp_path, None, [], scenarios)
     assert job_of(scenarios[0]) == job_of(scenarios[1]) == (scenarios[1].steps, ParallelConfig())
