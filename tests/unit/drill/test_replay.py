@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks.ask import ask
+from tasks.drill.job import STRAIGHT_COMMAND
 from tasks.drill.recording import CommitSeen
 from tasks.drill.worlds import segments
 from tests.support.cuts import gpt_config, write_corpus
 from tests.support.gang import gang, outcomes
-from tests.support.launched import STEPS
+from tests.support.launched import ROOT, STEPS
 from training import straight
 from training.checkpoint.history import read_lineage
 from training.checkpoint.manifest import Committed
@@ -93,9 +95,30 @@ def test_a_training_that_has_shrunk_and_grown_is_replayed_bit_for_bit(
     again = replay(whole, list(found))
     assert again.state_digest == done.state_digest
     assert [segment.ranks for segment in segments(seen(tmp_path / "straight"))] == [2, 1, 2]
-    never_smaller = in_a_gang(whole._replace(store_url=str(tmp_path / "other")), on_one_node(config, 2))
-    assert isinstance(never_smaller, Done)
-    assert never_smaller.state_digest != done.state_digest, "the number of ranks makes a difference"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_launchers_replay_the_same_and_the_numbers_of_ranks_make_a_difference(tmp_path: Path) -> None:
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    config = gpt_config(parallel={"world": 2, "nodes": 2, "min_nodes": 1})
+
+    def digest(name: str, *wanted: Segment) -> str:
+        question = {
+            "config": config.model_dump(mode="json"),
+            "data_folder": corpus,
+            "store_url": str(tmp_path / name),
+            "run": "r",
+            "segments": wanted,
+        }
+        answer = ask(STRAIGHT_COMMAND, question, timeout_seconds=600, cwd=ROOT)
+        assert answer["step"] == STEPS
+        assert segments(seen(tmp_path / name)) == (wanted or (Segment(2, STEPS),))
+        return str(answer["state_digest"])
+
+    grown = (Segment(2, 1), Segment(1, 3), Segment(2, STEPS))
+    assert digest("once", *grown) == digest("again", *grown)
+    assert len({digest("never"), digest("lost", Segment(2, 1), Segment(1, STEPS)), digest("third", *grown)}) == 3
 
 
 def test_a_replay_that_did_not_leave_where_it_should_is_no_comparison(
