@@ -88,7 +88,8 @@ class Rig:
     @property
     def joins_nodes(self) -> bool:
         """Whether a group over several nodes is possible."""
-        return self.own and all(node.wires.reach_each_other for node in self.nodes.values())
+        alike = len({node.wires.kind for node in self.nodes.values()}) <= 1
+        return self.own and alike and all(node.wires.reach_each_other for node in self.nodes.values())
 
     @property
     def parts_nodes(self) -> bool:
