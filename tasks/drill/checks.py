@@ -6,7 +6,7 @@ import re
 
 from tasks.drill.measures import began, steps_at_risk, trials
 from tasks.drill.recording import Recording
-from tasks.drill.worlds import grew_at, in_words, shrank_at
+from tasks.drill.worlds import grew_at, in_words, numbers, shrank_at
 from training.config import Frozen
 
 # The drill itself has destroyed a checkpoint: falling back further than one interval is what must happen.
@@ -53,6 +53,8 @@ def _same_bits(recording: Recording) -> Check:
     detail = recording.digest or "no checkpoint"
     if not same:
         detail += f", the straight run has {recording.straight_digest}"
+    if len(numbers(recording)) > 1:
+        detail += f"; the straight run, too, made its steps with {in_words(recording)}"
     return Check(name="bit for bit the straight run", passed=same, detail=detail)
 
 

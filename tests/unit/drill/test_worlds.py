@@ -68,6 +68,8 @@ def failing(recording: Recording) -> list[str]:
 
 def test_a_group_that_shrank_and_grew_passes_and_says_how_long_it_took() -> None:
     assert failing(lost_node()) == []
+    (compared,) = (check.detail for check in judge(lost_node()) if check.name == "bit for bit the straight run")
+    assert compared.endswith("made its steps with 2, 1, 2 ranks")
     (trial,) = trials(lost_node())
     assert trial.whole_seconds == pytest.approx(2.0)
     assert {check.name for check in judge(lost_node())} - {check.name for check in judge(killed())} == {
