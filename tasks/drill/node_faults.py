@@ -78,10 +78,10 @@ def _kill_all(node: Node) -> None:
 
 
 NODE_FAULTS = (
-    Fault("lose-node", "a node of a group dies for good, the group goes on smaller", lose_node, needs=NODES),
+    Fault("lose-node", "a node of a group dies, which goes on smaller", lose_node, needs=NODES),
     Fault(
         "shrink-grow",
-        "a node of a group dies, the group goes on smaller, the node comes back",
+        "a node of a group dies, and comes back later",
         shrink_grow,
         hold_seconds=60,
         needs=NODES,
@@ -89,7 +89,7 @@ NODE_FAULTS = (
     ),
     Fault(
         "cut-rank",
-        "a node of a group can reach nobody, and is mended when the others have gone on",
+        "a node of a group can reach nobody, until the others go on",
         cut_rank,
         hold_seconds=60,
         needs=(*NODES, "peers"),
@@ -97,7 +97,7 @@ NODE_FAULTS = (
     ),
     Fault(
         "freeze-node",
-        "SIGSTOP a node of a group, wake it when the others have gone on",
+        "SIGSTOP a node of a group, wake it when the others go on",
         freeze_node,
         hold_seconds=60,
         needs=NODES,
