@@ -78,7 +78,7 @@ def _kill_all(node: Node) -> None:
 
 
 NODE_FAULTS = (
-    Fault("lose-node", "a node of a group dies, which goes on smaller", lose_node, needs=NODES),
+    Fault("lose-node", "a node dies for good, its group goes on smaller", lose_node, needs=NODES),
     Fault(
         "shrink-grow",
         "a node of a group dies, and comes back later",
