@@ -76,25 +76,27 @@ def seen(store: Path) -> list[CommitSeen]:
     ]
 
 
-def test_a_training_that_has_shrunk_and_grown_is_replayed_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "killed", [pytest.param({1: 1}, id="1, 2"), pytest.param({2: 1, 1: 3}, id="2, 1, 2", marks=pytest.mark.soak)]
+)
+def test_a_training_whose_ranks_have_changed_is_replayed_bit_for_bit(
+    killed: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = str(write_corpus(tmp_path / "corpus"))
     config = gpt_config(parallel={"world": 2, "nodes": 2, "min_nodes": 1})
     disturbed = tmp_path / "disturbed"
-    for ranks, dies_after in ((2, 1), (1, 3)):
-        answers = outcomes(ranks, train, on_one_node(config, ranks), str(disturbed), corpus, dies_after)
+    for ranks, after in killed.items():
+        answers = outcomes(ranks, train, on_one_node(config, ranks), str(disturbed), corpus, after)
         assert not any(ok for ok, _ in answers), "killed in the middle of an epoch"
     done, _ = gang(2, train, on_one_node(config, 2), str(disturbed), corpus)
     found = segments(seen(disturbed))
-    assert [segment.ranks for segment in found] == [2, 1, 2]
+    assert [segment.ranks for segment in found] == [*killed, 2]
     assert found[-1].step == STEPS
 
     monkeypatch.setattr(straight, "_train_group", in_a_gang)
-    whole = Whole(config, str(tmp_path / "straight"), "r", corpus)
-    again = replay(whole, list(found))
+    again = replay(Whole(config, str(tmp_path / "straight"), "r", corpus), list(found))
     assert again.state_digest == done.state_digest
-    assert [segment.ranks for segment in segments(seen(tmp_path / "straight"))] == [2, 1, 2]
+    assert segments(seen(tmp_path / "straight")) == found
 
 
 @pytest.mark.soak
