@@ -127,7 +127,7 @@ class Session:
             victim = scene.victim(over_nodes=over_nodes)
             fault, undo = injected(scene, planned.fault, victim)
             offset = fault.at - min(scene.observer.seen.values())
-            what = f"{planned.fault.name} {fault.detail}, token {fault.token}"
+            what = f"{f'{planned.fault.name} {fault.detail}'.strip()}, token {fault.token}"
             self.report(f"{self.scenario}: {offset:6.1f} s {what}")
             done.append(fault)
             try:
