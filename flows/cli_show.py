@@ -182,10 +182,10 @@ def _group_tree(group: dict[str, Any]) -> Tree:
     tree = Tree(f"[bold]ranks[/]  {group['world_size']}{_pace_text(group)}")
     one, share = group["one_rank"], group["scaling_efficiency"]
     if share is not None:
-        alone = f"one rank alone: {one['samples_per_second']:,.0f} samples/s in {one['run']}"
+        alone = f"one rank alone: {one['samples_per_second']:,.0f} samples/s in run {one['run']}"
         tree.add(f"scaling efficiency {100 * share:.0f} % ({alone})")
     else:
-        tree.add("scaling efficiency not measured: no run of this job with one rank")
+        tree.add("scaling efficiency not measured: no run of the same job, epochs and params included, on one rank")
     for row in group["ranks"]:
         tree.add(f"rank {row['rank']}{_rank_text(row)}  wrote {decimal(row['written_bytes'])}")
     for episode in group["slow_ranks"]:

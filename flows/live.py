@@ -71,12 +71,13 @@ def checkpoint_text(progress: beat.Progress) -> str | None:
 
 
 class LineDisplay:
-    """A line when something changed, at most every few seconds while training."""
+    """A line when something changed, at most every few seconds while training, and never the same twice on end."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._last: object = None
         self._shown = -LINE_SECONDS
+        self._text = ""
 
     def __enter__(self) -> LineDisplay:
         return self
@@ -93,7 +94,9 @@ class LineDisplay:
         if key == self._last and (step is None or now - self._shown < LINE_SECONDS):
             return
         self._last, self._shown = key, now
-        self._console.print(self._line(look), markup=False)
+        if (text := self._line(look)) != self._text:
+            self._text = text
+            self._console.print(text, markup=False)
 
     def _line(self, look: Look) -> str:
         progress = look.progress

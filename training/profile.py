@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +16,7 @@ from training.progress import Progress
 
 MOST_BYTES = 32 << 20  # of a file; what is larger, nobody loads into a browser
 PROFILING = "profiling"
+_NO_KINETO_LINES = "6"  # above all of its levels: it would note in the log that it starts and stops
 
 
 class Profile:
@@ -43,6 +46,7 @@ class Profile:
         self._folder, self._rank = folder, rank
         self._progress, self._limits, self._report = progress, limits, report
         self._profiler: Any = None
+        self._mark: Any = None  # around the step, in the timeline
 
     def before_step(self, step: int) -> None:
         """`step` comes next: the profiler starts with the first one of its steps, and ends after the last one."""
@@ -50,6 +54,8 @@ class Profile:
             self._write()
         elif self._profiler is None and step in self._steps:
             self._start()
+        if self._profiler is not None:
+            self._mark_step(step)
 
     def __enter__(self) -> Profile:
         return self
@@ -60,7 +66,18 @@ class Profile:
         if self._profiler is not None and error is None:
             self._write()
 
+    def _mark_step(self, step: int | None) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+        if step is not None:
+            import torch.profiler
+
+            self._mark = torch.profiler.record_function(f"step {step}")
+            self._mark.__enter__()
+
     def _start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_LINES)  # read at its first start
         import torch.profiler
 
         with self._progress.pause(PROFILING, self._limits.first_step_seconds):
@@ -69,19 +86,25 @@ class Profile:
 
     def _write(self) -> None:
         assert self._folder is not None  # noqa: S101 - or it had not started
+        self._mark_step(None)
         profiler, self._profiler = self._profiler, None
         path = self._folder / f"rank-{self._rank}.json.gz"
         with self._progress.pause(PROFILING, self._limits.first_step_seconds):
             profiler.stop()
-            profiler.export_chrome_trace(str(path))
-        size = path.stat().st_size
+            try:
+                profiler.export_chrome_trace(str(path))
+                size = path.stat().st_size
+            except OSError as error:  # no disk space, mostly: nothing that a training should end for
+                self._leave_out(path, str(error))
+                return
         if size > MOST_BYTES:
-            path.unlink()
-            print(  # noqa: T201 - the log
-                f"the profile of rank {self._rank} has {size:,} bytes and is left out: the most is {MOST_BYTES:,}; "
-                "set profile.steps to fewer",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._leave_out(path, f"it has {size:,} bytes, the most is {MOST_BYTES:,}; set profile.steps to fewer")
         else:
             self._report(Profiled(rank=self._rank, path=str(path)))
+
+    def _leave_out(self, path: Path, why: str) -> None:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        print(  # noqa: T201 - the log
+            f"the profile of rank {self._rank} is left out: {why}", file=sys.stderr, flush=True
+        )

@@ -129,7 +129,8 @@ def train_range(
         metrics=metrics or head.manifest.meta.get("metrics", {}),
     )
     report(done)
-    print(metered.snapshot(), flush=True)  # noqa: T201 - the log
+    who = f"rank {ranks.rank}: " if ranks is not None else ""
+    print(f"{who}{metered.snapshot()}", flush=True)  # noqa: T201 - the log
     return done
 
 

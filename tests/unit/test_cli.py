@@ -142,7 +142,7 @@ def test_show_tells_how_ranks_share_the_work_and_which_one_held_up_the_others(
     run_of_two_ranks(open_store(settings.run_url("run-2")))
     shown = run_command(capsys, "show", "run-2")[1]
     assert "ranks  2  150 samples/s  a step takes 200.0 ms, 5 % communication" in shown
-    assert "scaling efficiency not measured: no run of this job with one rank" in shown
+    assert "not measured: no run of the same job, epochs and params included, on one rank" in shown
     rank_0, rank_1 = (line for line in shown.splitlines() if "of a step its own" in line)
     assert rank_0.split()[1:] == "rank 0 90.0 ms of a step its own waits 50 % wrote 1.0 kB".split()
     assert rank_1.split()[1:] == "rank 1 190.0 ms of a step its own waits 0 % wrote 680 bytes".split()
@@ -167,7 +167,7 @@ def test_show_compares_a_group_to_the_newest_run_of_the_same_job_on_one_rank(
     assert group["one_rank"] == {"run": "alone", "samples_per_second": 100.0}
     assert group["scaling_efficiency"] == 150 / (2 * 100)
     assert (
-        "scaling efficiency 75 % (one rank alone: 100 samples/s in alone)"
+        "scaling efficiency 75 % (one rank alone: 100 samples/s in run alone)"
         in run_command(capsys, "show", "run-2")[1]
     )
 
@@ -397,6 +397,7 @@ def test_lines_tell_everything_and_do_not_repeat_themselves() -> None:
         display.show(look())
         display.show(look())
         now[0] = 10.0
+        display.show(look())  # nothing new for longer than a line may be held back
         display.show(look(progress=None, waiting=True))
     first, second = output.getvalue().splitlines()
     for words in ("range 2 of 3", "attempt 2", "step 130/378", "loss 0.2500", "1,234 samples/s", "delta", "25.0 %"):

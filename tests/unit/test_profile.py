@@ -54,6 +54,29 @@ def test_the_steps_that_were_asked_for_are_profiled_and_no_bit_changes(scene: Sc
     assert scene.trace().count(STEP) == 3
 
 
+def test_each_step_is_marked_by_its_number(scene: Scene) -> None:
+    scene.train(gpt_config(profile={"start_step": 1, "steps": 3}), "run")
+    names = scene.trace()
+    marks = {name for name in names if name.startswith("step ")}
+    assert marks == {"step 1", "step 2", "step 3"}
+
+
+def test_the_profiler_writes_nothing_of_its_own_into_the_log(
+    scene: Scene, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene.train(gpt_config(profile={"start_step": 2, "steps": 1}), "run")
+    assert "profiler" not in capfd.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written_is_left_out_and_said(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.profiles.rmdir()
+    scene.train(gpt_config(profile={"start_step": 2, "steps": 1}), "run")
+    assert not any(isinstance(message, Profiled) for message in scene.said)
+    assert "the profile of rank 0 is left out: [Errno 2]" in capsys.readouterr().err
+
+
 def test_a_range_that_ends_within_the_steps_writes_those_it_had(scene: Scene) -> None:
     scene.train(gpt_config(profile={"start_step": 4, "steps": 100}), "run")
     assert scene.trace().count(STEP) == 2

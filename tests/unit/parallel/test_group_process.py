@@ -44,6 +44,8 @@ def test_a_group_that_is_killed_ends_as_the_straight_one(scene: Scene) -> None:
     assert again.restored().checkpoint is not None
     assert last.state_digest == scene.straight().state_digest
     assert {c.manifest.world_size for c in read_lineage(again.store).chain} == {2}
+    for rank in (0, 1):
+        assert f"rank {rank}: store: " in again.log.read_text(), "whose bytes these are"
 
 
 @pytest.mark.soak

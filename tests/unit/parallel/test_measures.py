@@ -126,5 +126,7 @@ def test_a_profile_of_each_rank_is_told_and_changes_no_bit(scene: Scene, tmp_pat
         trace = json.loads(gzip.decompress(Path(path).read_bytes()))
         names = [event.get("name", "") for event in trace["traceEvents"]]
         assert names.count("Optimizer.step#AdamW.step") == 2
+        assert {"step 2", "step 3"} <= set(names)
         assert any(name.startswith("gloo:all_reduce") for name in names)
         assert trace["distributedInfo"]["rank"] == rank
+    assert "profiler" not in profiled.log.read_text()
