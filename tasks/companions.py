@@ -117,13 +117,15 @@ class Company:
         call = NodeCall(order=self._order, gathering=self.gathering)
         number = next(self._numbers)
         order = self._order
+        name = f"{order.run}-{order.start}-{order.stop}-a{order.attempt}-node{number}"
         runs.start(
             DEPLOYMENT,
             {"call": call.model_dump(mode="json")},
-            name=f"{order.run}-{order.start}-{order.stop}-a{order.attempt}-node{number}",
+            name=name,
             key=f"{order.run}:{self.gathering.ticket}:n{number}",
             tags=["retoma", run_tag(order.run)],
         )
+        self._logger.info("another node was called: flow run %s", name)
 
     def _watch(self) -> None:
         runs = self._connect()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from infra.prefect_runs import FlowRunInfo
 from tasks.attempts import cancel_ranges
 from tasks.companions import COMING_SECONDS, DEPLOYMENT, Company, NodeCall
@@ -79,6 +81,15 @@ def test_as_many_are_called_as_are_missing_and_each_knows_where_to_come() -> Non
     scene.runs.ends(called[0])
     assert len(scene.look()) == 2
     assert called[0] not in scene.look()
+
+
+def test_the_log_names_the_flow_run_of_each_node_that_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene = Scene()
+    scene.look()
+    scene.look()
+    names = [run.name for run in scene.runs.found.values()]
+    assert caplog.messages == [f"another node was called: flow run {name}" for name in names]
 
 
 def test_one_that_runs_and_is_not_heard_of_is_given_up_for_another() -> None:
