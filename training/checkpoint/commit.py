@@ -8,17 +8,22 @@ from training.checkpoint.token import check_not_fenced
 from training.errors import Fenced, Unavailable
 
 
-def commit(store: Store, manifest: Manifest) -> Ref:
+def commit(store: Store, manifest: Manifest, chunks: bytes | None = None) -> Ref:
     """Put the manifest between two looks for a newer claim. When this returns, the save is acknowledged.
 
     The first look only saves work. The second is the guarantee: a newer attempt claims before it reads the
     history, so either it finds this manifest, or this attempt finds its claim and acknowledges nothing.
 
+    Args:
+        store: the run's store.
+        manifest: what to commit.
+        chunks: see `encode_manifest`.
+
     Raises:
         Fenced: a newer attempt exists, or other bytes are under this key. Final for this attempt.
         Unavailable: the store did not answer, and whether the manifest is there could not be found out either.
     """
-    data, ref = encode_manifest(manifest)
+    data, ref = encode_manifest(manifest, chunks)
     check_not_fenced(store, manifest.token, manifest.run)
     try:
         written = store.put_if_absent(manifest.key, data)  # THE COMMIT POINT

@@ -33,7 +33,10 @@ from training.checkpoint.state.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a manifest says about the bytes of a state, after its packs are written."""
+    """What a manifest says about the bytes of a state, after its packs are written.
+
+    `printed` are the chunks as JSON, if they are not in `chunks`.
+    """
 
     layout: Layout
     layout_digest: str
@@ -48,6 +51,7 @@ class Content:
     modes: Mapping[str, int]
     cost: Cost
     world_size: int = 1
+    printed: bytes | None = None
 
     @classmethod
     def of(cls, snapshot: Snapshot, written: Written) -> Content:

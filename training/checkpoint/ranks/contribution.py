@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
+from training.checkpoint.document import print_json
 from training.checkpoint.manifest import Chunk, Costs, Layout, Pack, Position, Ref
 from training.checkpoint.manifest import Part as Section
 from training.checkpoint.token import Rollback, Skipped
 from training.errors import RetomaError, error_of_kind
+
+_CHUNKS = TypeAdapter(list[Chunk])
 
 
 class Failure(Section):
@@ -42,8 +46,8 @@ class Contribution(Section):
         layout_digest: of the state as the rank holds it.
         layout: the structure itself, when rank 0 does not have it yet.
         values: the scalars: rank 0 all of them, the others those that each rank has its own of.
-        chunks: what changed. Their frames name the rank's packs by `first_pack` and what follows.
-        first_pack: of the rank; right if each rank before it has written one pack.
+        rows: of each chunk that changed: key, bytes of an item, size in bytes, digest.
+        first_pack: of the rank, as the frames of its chunks count; right if each rank before it has written one.
         packs: what it wrote.
         work_bytes: see `Cost`.
         costs, modes: of its part.
@@ -57,13 +61,43 @@ class Contribution(Section):
     layout_digest: str = ""
     layout: Layout | None = None
     values: list[Any] = Field(default_factory=list)
-    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[tuple[str, int, int, str], ...] = ()
     first_pack: int = 0
     packs: tuple[Pack, ...] = ()
     work_bytes: int = 0
     costs: Costs = Costs()
     modes: dict[str, int] = Field(default_factory=dict)
     failure: Failure | None = None
+
+
+class Parcel(NamedTuple):
+    """A contribution with its chunks, as they will stand in the manifest.
+
+    Rank 0 passes them on as they are: to make objects of them, and text again, is what a commit would spend most of
+    its time on.
+    """
+
+    told: Contribution
+    chunks: bytes = b""  # JSON, each as `print_json` writes it, with commas between
+
+    @classmethod
+    def of(cls, told: Contribution, chunks: Iterable[Chunk]) -> Parcel:
+        """Of chunks that were written here."""
+        return cls(told, b",".join(print_json(chunk) for chunk in chunks))
+
+    def parsed(self) -> list[Chunk]:
+        """Its chunks."""
+        return _CHUNKS.validate_json(b"[%s]" % self.chunks)
+
+    def encode(self) -> bytes:
+        """As a message."""
+        return self.told.model_dump_json().encode() + b"\n" + self.chunks
+
+    @classmethod
+    def decode(cls, data: bytes) -> Parcel:
+        """Out of a message."""
+        told, _, chunks = data.partition(b"\n")
+        return cls(Contribution.model_validate_json(told), chunks)
 
 
 class Outcome(Section):

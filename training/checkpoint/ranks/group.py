@@ -20,7 +20,7 @@ from training.checkpoint.draft import Draft
 from training.checkpoint.manifest import Committed, Costs, Manifest, Position
 from training.checkpoint.pack import Written
 from training.checkpoint.policy import Cost, work_of
-from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome
+from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel
 from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
 from training.checkpoint.ranks.leader import Leader
 from training.checkpoint.restore import Found, RestoredState, View, load_checkpoint
@@ -29,7 +29,7 @@ from training.checkpoint.state.share import Share
 from training.checkpoint.token import Skipped
 from training.errors import Corrupt, Invalid, RetomaError, Unavailable
 
-M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -72,10 +72,10 @@ class GroupAttempt(Attempt):
         try:
             draft.copying.finish()
             written = self._write_packs(draft, sequence, base, self.exchange.rank)
-            part = self._contribution(draft, written, sequence, base)
+            part = Parcel.of(self._contribution(draft, written, sequence, base), written.chunks)
         except BaseException as problem:  # noqa: BLE001 - the others wait; it is raised below
             error = problem
-            part = Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(problem))
+            part = self._sorry(sequence, problem)
         self._told_layout = ""  # if this save fails, rank 0 may have taken its structure, or may not
         if self._leader is None:
             outcome, committed = self._await_outcome(part, draft)
@@ -85,7 +85,7 @@ class GroupAttempt(Attempt):
         if committed is None or written is None:
             assert outcome.failure is not None  # noqa: S101 - one of both
             raise error or outcome.failure.error()
-        self._next_base, self._told_layout = outcome.next_base, part.layout_digest
+        self._next_base, self._told_layout = outcome.next_base, part.told.layout_digest
         self._reference, self.head = written.reference, committed
         return committed
 
@@ -99,7 +99,7 @@ class GroupAttempt(Attempt):
         """See `Attempt.has_checkpoint`. Rank 0 looks, and tells all."""
         key, self._asked = f"asked/{self._asked}", self._asked + 1
         if self._leader is None:
-            look = self._take(key, 0, Look)
+            look = self._take(key, 0, Look.model_validate_json)
             if look.failure is not None:
                 raise look.failure.error()
             return look.found
@@ -113,14 +113,14 @@ class GroupAttempt(Attempt):
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others, who have begun the same save. It fails on all ranks."""
-        sequence, rank = self.take_sequence(), self.exchange.rank
-        failure = Failure.of(error)
+        sequence = self.take_sequence()
         with suppress(Unavailable):  # what the caller is about to raise is the cause
             if self._leader is None:
-                self._tell_part(Contribution(rank=rank, sequence=sequence, failure=failure))
+                self._tell_part(self._sorry(sequence, error))
             else:
                 self._told.append(sequence)
-                self._post(f"save/{sequence}", Outcome(failure=Failure.of(failure.error(rank))))
+                told = Failure.of(error).error(self.exchange.rank)
+                self._post(f"save/{sequence}", Outcome(failure=Failure.of(told)))
 
     def quarantine(self, name: str, reason: str, position: Position, since_step: int) -> None:
         """See `Attempt.quarantine`: all ranks find it, and rank 0 keeps it."""
@@ -162,7 +162,7 @@ class GroupAttempt(Attempt):
         except Corrupt as error:
             damage = error
         for rank in range(1, self.exchange.size):
-            answer = self._take(f"{look}/r{rank}", rank, Outcome)
+            answer = self._take(f"{look}/r{rank}", rank, Outcome.model_validate_json)
             if answer.failure is not None:
                 told = answer.failure.error(rank)
                 damage = told if damage is None or not isinstance(told, Corrupt) else damage
@@ -176,7 +176,7 @@ class GroupAttempt(Attempt):
         found: Found | None = None
         while True:
             key = self._look_key()
-            look = self._take(key, 0, Look)
+            look = self._take(key, 0, Look.model_validate_json)
             if look.failure is not None:
                 raise look.failure.error()
             self.token = look.token
@@ -213,7 +213,7 @@ class GroupAttempt(Attempt):
             layout_digest=snapshot.layout_digest,
             layout=snapshot.layout if snapshot.layout_digest != self._told_layout else None,
             values=values,
-            chunks=tuple(written.chunks),
+            rows=tuple((c.key, c.item_bytes, c.size_bytes, c.digest) for c in written.chunks),
             first_pack=self.exchange.rank,
             packs=tuple(written.packs),
             work_bytes=work_of(written.chunks),
@@ -222,21 +222,21 @@ class GroupAttempt(Attempt):
         )
 
     def _settle(
-        self, leader: Leader, part: Contribution, draft: Draft, explain: Callable[[Manifest, Cost], Manifest]
+        self, leader: Leader, part: Parcel, draft: Draft, explain: Callable[[Manifest, Cost], Manifest]
     ) -> tuple[Outcome, Committed | None]:
         """Rank 0: wait for all parts, commit, and tell all."""
-        committed = None
-        self._told.append(part.sequence)
+        committed, sequence = None, part.told.sequence
+        self._told.append(sequence)
         try:
             parts = [part]
-            for other in self._collect(part.sequence) if part.failure is None else ():
+            for other in self._collect(sequence) if part.told.failure is None else ():
                 parts.append(other)
-            for failed in parts:
+            for failed, _ in parts:
                 if failed.failure is not None:
                     raise failed.failure.error(failed.rank)
             content, whole = leader.combine(parts)
-            manifest = explain(self._manifest(draft, content, part.sequence, part.base), content.cost)
-            committed = Committed(manifest, commit(self.store, manifest))
+            manifest = explain(self._manifest(draft, content, sequence, part.told.base), content.cost)
+            committed = Committed(manifest, commit(self.store, manifest, content.printed))
             leader.whole = whole
             self.policy.committed(manifest.kind, content.cost)
             outcome = Outcome(
@@ -248,9 +248,9 @@ class GroupAttempt(Attempt):
         except BaseException as error:  # whatever it is, the others wait
             outcome = Outcome(failure=Failure.of(error))
             if not isinstance(error, RetomaError):
-                self._post(f"save/{part.sequence}", outcome)
+                self._post(f"save/{sequence}", outcome)
                 raise
-        self._post(f"save/{part.sequence}", outcome)
+        self._post(f"save/{sequence}", outcome)
         if committed is not None:
             with suppress(Unavailable):  # it is committed all the same
                 self._forget_past()
@@ -263,29 +263,29 @@ class GroupAttempt(Attempt):
                 self.exchange.forget(f"save/{done}{key}")
         self._told = self._told[-1:]
 
-    def _collect(self, sequence: int) -> Iterator[Contribution]:
+    def _collect(self, sequence: int) -> Iterator[Parcel]:
         """The parts of the other ranks, as they come; the first failure ends it."""
         save = f"save/{sequence}"
         alarms = [f"{save}/failed", *(dead_key(rank) for rank in range(1, self.exchange.size))]
         for rank in range(1, self.exchange.size):
             try:
-                yield self._take(f"{save}/r{rank}", rank, Contribution, alarms)
+                yield self._take(f"{save}/r{rank}", rank, Parcel.decode, alarms)
             except Stopped as alarm:
                 if alarm.key != alarms[0]:
                     raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
-                yield self._take(alarms[0], 0, Contribution)
+                yield self._take(alarms[0], 0, Parcel.decode)
                 return
 
-    def _await_outcome(self, part: Contribution, draft: Draft) -> tuple[Outcome, Committed | None]:
+    def _await_outcome(self, part: Parcel, draft: Draft) -> tuple[Outcome, Committed | None]:
         """The other ranks: tell, and take the outcome for their own."""
         self._tell_part(part)
-        outcome = self._take(f"save/{part.sequence}", 0, Outcome)
+        outcome = self._take(f"save/{part.told.sequence}", 0, Outcome.model_validate_json)
         if outcome.failure is not None or outcome.ref is None:
             return outcome, None
         manifest = Manifest(  # what a rank is asked about: the whole is in the store
             run=self.run,
             token=self._my_token,
-            sequence=part.sequence,
+            sequence=part.told.sequence,
             kind=outcome.kind,
             position=draft.position,
             world_size=self.exchange.size,
@@ -298,10 +298,14 @@ class GroupAttempt(Attempt):
         )
         return outcome, Committed(manifest, outcome.ref)
 
-    def _tell_part(self, part: Contribution) -> None:
-        self._post(f"save/{part.sequence}/r{part.rank}", part)
-        if part.failure is not None:
-            self._post(f"save/{part.sequence}/failed", part)  # rank 0 need not wait for the others
+    def _sorry(self, sequence: int, error: BaseException) -> Parcel:
+        return Parcel(Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(error)))
+
+    def _tell_part(self, part: Parcel) -> None:
+        save = f"save/{part.told.sequence}"
+        self.exchange.post(f"{save}/r{part.told.rank}", part.encode())
+        if part.told.failure is not None:
+            self.exchange.post(f"{save}/failed", part.encode())  # rank 0 need not wait for the others
 
     def _look_key(self) -> str:
         return f"open/{self._looks}"
@@ -309,10 +313,10 @@ class GroupAttempt(Attempt):
     def _post(self, key: str, message: BaseModel) -> None:
         self.exchange.post(key, message.model_dump_json().encode())
 
-    def _take(self, key: str, sender: int, model: type[M], stop: Sequence[str] = ()) -> M:
+    def _take(self, key: str, sender: int, parse: Callable[[bytes], T], stop: Sequence[str] = ()) -> T:
         stops = stop or [dead_key(sender)]
         try:
-            return model.model_validate_json(self.exchange.take(key, self.patience_seconds, stops))
+            return parse(self.exchange.take(key, self.patience_seconds, stops))
         except Stopped as stopped:
             if stop:
                 raise

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from training.checkpoint.chain import Chain, plan_chunks
 from training.checkpoint.coding.codec import state_digest
+from training.checkpoint.document import print_json
 from training.checkpoint.draft import Content
-from training.checkpoint.manifest import Chunk, Layout, Pack, layout_digest
+from training.checkpoint.manifest import Chunk, Layout, layout_digest
 from training.checkpoint.policy import Cost
-from training.checkpoint.ranks.contribution import Contribution
+from training.checkpoint.ranks.contribution import Contribution, Parcel
 from training.checkpoint.ranks.merge import merge
 from training.errors import Invalid
 
@@ -36,15 +37,16 @@ class Leader:
         plans = plan_chunks(chain)
         self.whole = {key: (p.item_bytes, p.size_bytes, p.newest.digest) for key, p in plans.items()}
 
-    def combine(self, contributions: Sequence[Contribution]) -> tuple[Content, Whole]:
+    def combine(self, parcels: Sequence[Parcel]) -> tuple[Content, Whole]:
         """The content of a manifest, and what `whole` is when it is committed.
 
         Args:
-            contributions: of all ranks, in order; none failed.
+            parcels: of all ranks, in order; none failed.
 
         Raises:
             Invalid: the ranks are not at the same save, or their states have different structures.
         """
+        contributions = [parcel.told for parcel in parcels]
         first = contributions[0]
         for other in contributions[1:]:
             told = (other.sequence, other.position, other.base)
@@ -53,12 +55,12 @@ class Leader:
         layout, digest = self._layout(contributions)
         live = {entry.chunk for entry in layout.tensors}
         whole = {key: value for key, value in self.whole.items() if key in live}
-        for contribution in contributions:
-            whole.update({c.key: (c.item_bytes, c.size_bytes, c.digest) for c in contribution.chunks})
+        for contribution in reversed(contributions):  # see `_joined`: the first one counts
+            whole.update({key: (item, size, value) for key, item, size, value in contribution.rows})
         if missing := live - whole.keys():
             raise Invalid(f"no rank saves chunk {min(missing)}")
         values = [value for contribution in contributions for value in contribution.values]
-        chunks, packs = _renumbered(contributions)
+        packs = [pack for contribution in contributions for pack in contribution.packs]
         costs = [contribution.costs for contribution in contributions]
         modes: Counter[str] = Counter()
         for contribution in contributions:
@@ -67,7 +69,8 @@ class Leader:
             layout=layout,
             layout_digest=digest,
             values=values,
-            chunks=chunks,
+            chunks=(),
+            printed=b"[%s]" % _joined(parcels),
             chunk_count=len(whole),
             packs=packs,
             state_digest=state_digest(digest, values, whole),
@@ -95,20 +98,22 @@ class Leader:
         return self._merged[1:]
 
 
-def _renumbered(contributions: Iterable[Contribution]) -> tuple[list[Chunk], list[Pack]]:
-    """Chunks of all ranks whose frames count the packs of all ranks.
-
-    Mostly they do already: a copy of each chunk is what a commit would spend most of its time on.
-    """
-    chunks: dict[str, Chunk] = {}
-    packs: list[Pack] = []
-    for contribution in contributions:
-        moved = len(packs) - contribution.first_pack
-        packs += contribution.packs
-        for chunk in contribution.chunks:
-            # Two ranks may hold the same part, where their meshes did not tell: the first one counts.
-            chunks.setdefault(chunk.key, _moved(chunk, moved) if moved else chunk)
-    return list(chunks.values()), packs
+def _joined(parcels: Iterable[Parcel]) -> bytes:
+    """The chunks of all ranks, whose frames count the packs of all ranks. Mostly they do already."""
+    texts: list[bytes] = []
+    seen: set[str] = set()
+    packs = 0
+    for parcel in parcels:
+        moved = packs - parcel.told.first_pack
+        packs += len(parcel.told.packs)
+        keys = {row[0] for row in parcel.told.rows}
+        if moved or keys & seen:  # two ranks may hold the same part, where their meshes did not tell
+            chunks = (_moved(chunk, moved) for chunk in parcel.parsed() if chunk.key not in seen)
+            texts.append(b",".join(print_json(chunk) for chunk in chunks))
+        else:
+            texts.append(parcel.chunks)
+        seen |= keys
+    return b",".join(text for text in texts if text)
 
 
 def _moved(chunk: Chunk, places: int) -> Chunk:
