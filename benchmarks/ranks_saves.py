@@ -253,16 +253,17 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
         engine.restore(state, CHAIN)
         restores.append(_slowest(time.perf_counter() - started))
     state_bytes = _whole_bytes(state)
-    return {
+    found = {
         "bytes_ratio": statistics.fmean(sizes[1:]) / state_bytes,
         "base_ratio": sizes[0] / state_bytes,
         "stall_ms": 1000 * statistics.median(stalls[1:]),
         "save_ms": 1000 * statistics.median(walls[1:]),
-        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),
+        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),  # of a rank that makes none
         "commit_put_ms": statistics.median(engine.puts_ms[1:] or [math.nan]),
         "restore_ms": 1000 * statistics.median(restores),
         "state_mb": state_bytes / MB,
     }
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 class _Steps:
