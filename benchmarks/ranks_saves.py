@@ -6,6 +6,7 @@ of its own, one at a time.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -219,6 +220,7 @@ def _rank(
         "gloo", store=dist.distributed_c10d.PrefixStore("bench", client), rank=rank, world_size=world
     )
     exchange = TcpExchange(LOOPBACK, port, rank, world)
+    gc.freeze()  # as in ranks of retoma; for all engines, or each would pay for torch's half a million objects
     config = config_of(world)
     trainer = Trainer(config, corpus, standing(config.parallel, exchange, torch.device("cpu")))
     found = _measure(ENGINES[name](folder, exchange), trainer, gap_steps, warm_up_steps, folder)
