@@ -10,14 +10,18 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+
+import tenacity
 
 from infra.processes import Record
 from infra.settings import LOOPBACK, Settings, StackPorts
 from training.errors import Unavailable
 
 REQUEST_TIMEOUT_SECONDS = 5.0
+BUSY_SECONDS = 10.0
 WORKER_NAME = "local"
 POOLS = ("cpu", "gpu")
 
@@ -65,7 +69,7 @@ def components(settings: Settings) -> list[Component]:
 
 def _prefect_server(settings: Settings, ports: StackPorts) -> Component:
     def check(_: Record) -> str | None:
-        return None if ask(ports.prefect, "GET", "/api/ready") else "not ready"
+        return None if ask_once(ports.prefect, "GET", "/api/ready") else "not ready"
 
     return Component(
         name="prefect",
@@ -90,7 +94,7 @@ def _prefect_server(settings: Settings, ports: StackPorts) -> Component:
 
 def _mlflow_server(settings: Settings, ports: StackPorts) -> Component:
     def check(_: Record) -> str | None:
-        ask(ports.mlflow, "GET", "/health")
+        ask_once(ports.mlflow, "GET", "/health")
         return None
 
     folder = _folder(settings, "mlflow")
@@ -117,7 +121,7 @@ def _mlflow_server(settings: Settings, ports: StackPorts) -> Component:
 def _worker(settings: Settings, ports: StackPorts, pool: str, limit: int) -> Component:
     def check(record: Record) -> str | None:
         path = f"/api/work_pools/{pool}/workers/filter"
-        for worker in ask(ports.prefect, "POST", path, {}):
+        for worker in ask_once(ports.prefect, "POST", path, {}):
             if worker["name"] == WORKER_NAME and worker["status"] == "ONLINE":
                 heard = datetime.fromisoformat(worker["last_heartbeat_time"])
                 if heard.timestamp() >= record.started_seconds:
@@ -148,7 +152,22 @@ def _worker(settings: Settings, ports: StackPorts, pool: str, limit: int) -> Com
     )
 
 
+class _Busy(Unavailable):
+    """The server asks to be asked again. Prefect does so, and has done nothing, while others lock its SQLite."""
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(_Busy),
+    wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
+    stop=tenacity.stop_after_delay(BUSY_SECONDS),
+    reraise=True,
+)
 def ask(port: int, method: str, path: str, body: Any = None) -> Any:
+    """One request to a server on this machine, and again while it is busy. See `ask_once`."""
+    return ask_once(port, method, path, body)
+
+
+def ask_once(port: int, method: str, path: str, body: Any = None) -> Any:
     """One request to a server on this machine, past any proxy. Returns the decoded JSON, or the text.
 
     Raises:
@@ -165,7 +184,8 @@ def ask(port: int, method: str, path: str, body: Any = None) -> Any:
     finally:
         connection.close()
     if answer.status >= 400:
-        raise Unavailable(f"{method} {path} on port {port}: status {answer.status}")
+        kind = _Busy if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else Unavailable
+        raise kind(f"{method} {path} on port {port}: status {answer.status}")
     try:
         return json.loads(text)
     except ValueError:

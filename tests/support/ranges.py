@@ -20,7 +20,6 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import Seal, claim, seal
 from training.config import CheckpointConfig, JobConfig, digest_of
-from training.errors import Unavailable
 
 T = TypeVar("T")
 FINAL = ("COMPLETED", "CRASHED", "CANCELLED", "FAILED")
@@ -110,11 +109,6 @@ class Range:
         return head
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Again, where SQLite is locked by others."""
-        for _ in range(20):
-            with suppress(Unavailable):
-                return ask(self._port, method, f"/api/{path}", body)
-            time.sleep(0.2)
         return ask(self._port, method, f"/api/{path}", body)
 
 
