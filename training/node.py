@@ -157,11 +157,12 @@ class Visit:
             self._look(self._local)
 
     def say(self, word: Word) -> None:
-        """To the launcher."""
+        """To the launcher. Where it has gone, its last word may still be there to be read."""
         try:
             self._connection.sendall(encode_word(word))
         except OSError:
-            self.goes_on = False
+            while self.goes_on:
+                self._read()
 
     def leave(self, why: str) -> None:
         """Tell the launcher that this node is about to go; its group commits, and goes on without it."""

@@ -37,6 +37,7 @@ STEADY_SECONDS = 2.0  # a node that comes and goes makes no new group
 PING_SECONDS = 0.5
 TICK_SECONDS = 0.05
 SEND_SECONDS = 1.0
+FAREWELL_SECONDS = 1.0
 READ_BYTES = 1 << 16
 
 
@@ -178,9 +179,17 @@ class Nodes:
         return next((node for node in self.mustered if node.leaving is not None), None)
 
     def dismiss(self) -> None:
-        """The range is over: nobody is needed any more."""
-        for node in self.present:
-            self._send(node, DISMISS)
+        """The range is over: nobody is needed any more. Returns when all know, or after `FAREWELL_SECONDS`.
+
+        Who closes a connection with words unread resets it, and the other end may never read the last one.
+        """
+        deadline, told = self._clock() + FAREWELL_SECONDS, set[int]()
+        while self.present and self._clock() < deadline:
+            for node in self.present:
+                if id(node) not in told:  # one may come even now
+                    told.add(id(node))
+                    self._send(node, DISMISS)
+            self.pump(TICK_SECONDS)
 
     def close(self) -> None:
         """Stop listening. The nodes come back to the next attempt."""
