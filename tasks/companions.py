@@ -89,6 +89,10 @@ class Company:
         """Call them, and keep watch."""
         self._thread.start()
 
+    def dismiss(self) -> None:
+        """The range is done, and those that are here go: nobody is called in their place."""
+        self._over.set()
+
     def close(self, seconds: float) -> None:
         """Nobody is needed any more. Those that are here are told by the launcher."""
         self._over.set()
@@ -137,8 +141,8 @@ class Company:
             self._over.wait(LOOK_SECONDS)
         with suppress(RetomaError):
             for run in runs.live_with_tag(run_tag(self._order.run)):
-                if is_companion(run) and run.state in ("SCHEDULED", "PENDING"):  # it would find nobody
-                    runs.cancel(run.id)
+                if is_companion(run) and run.state != "CANCELLING" and run.id not in self.here:
+                    runs.cancel(run.id)  # it would find nobody, and wait
         runs.close()
 
 

@@ -35,7 +35,7 @@ from training.checkpoint.manifest import Ref
 from training.checkpoint.store import open_store
 from training.checkpoint.token import check_not_fenced, claim, mark_run, prove_put_if_absent
 from training.errors import Diverged, Fenced, Invalid, Preempted, RetomaError, Unavailable
-from training.ports import Gathering, Message, Present, RangeSpec, Saved
+from training.ports import Done, Gathering, Message, Present, RangeSpec, Saved
 
 # The same again on any node, so another try would only cost time; Fenced: another attempt does the work;
 # Preempted: this node is about to go.
@@ -293,6 +293,8 @@ class RangeSupervisor:
         self.hearing.hear(message)
         if isinstance(message, Present) and self.company is not None:
             self.company.here = message.names
+        elif isinstance(message, Done) and self.company is not None:
+            self.company.dismiss()
         if isinstance(message, Saved):
             self.expected = message.checkpoint
             if message.position.step > self.best_step:

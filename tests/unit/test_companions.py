@@ -11,7 +11,7 @@ import pytest
 
 from infra.prefect_runs import FlowRunInfo
 from tasks.attempts import cancel_ranges
-from tasks.companions import COMING_SECONDS, DEPLOYMENT, Company, NodeCall
+from tasks.companions import COMING_SECONDS, DEPLOYMENT, LOOK_SECONDS, Company, NodeCall
 from tasks.order import RangeOrder
 from training.config import JobConfig
 from training.errors import Unavailable
@@ -134,3 +134,30 @@ def test_a_server_that_is_away_is_asked_again_and_whoever_has_not_come_is_not_ne
         time.sleep(0.05)
     scene.company.close(5)
     assert scene.runs.cancelled == list(scene.runs.found)
+
+
+def test_when_the_range_is_done_nobody_is_called_for_those_that_leave() -> None:
+    """It is not over yet: metrics and models are published, while the nodes have been dismissed."""
+    scene = Scene()
+    first, second = scene.look()
+    for run in (first, second):
+        scene.runs.becomes(run, "RUNNING")
+    scene.company.here = (first, second)
+    scene.company.start()
+    scene.company.dismiss()
+    scene.runs.ends(first)
+    time.sleep(LOOK_SECONDS + 0.2)
+    scene.company.close(5)
+    assert list(scene.runs.found) == [second]
+    assert scene.runs.cancelled == []
+
+
+def test_one_that_has_started_and_was_not_heard_of_is_not_left_to_wait() -> None:
+    scene = Scene()
+    first, second = scene.look()
+    for run in (first, second):
+        scene.runs.becomes(run, "RUNNING")
+    scene.company.here = (first,)
+    scene.company.start()
+    scene.company.close(5)
+    assert scene.runs.cancelled == [second]
