@@ -7,7 +7,10 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from training.node import Visit
+from training.parallel import nodes as nodes_module
 from training.parallel.nodes import FAREWELL_SECONDS, Nodes
 from training.parallel.wire import DISMISS, Alive, NodeHello, encode_word
 
@@ -35,7 +38,9 @@ def test_a_node_that_speaks_when_the_launcher_has_gone_still_hears_its_last_word
     assert visit.dismissed
 
 
-def test_the_launcher_stays_until_all_nodes_know(tmp_path: Path) -> None:
+def test_the_launcher_stays_until_all_nodes_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "FAREWELL_SECONDS", 30.0)
+    monkeypatch.setattr(nodes_module, "LOST_SECONDS", 30.0)
     port = free_port()
     nodes = Nodes(HOST, port, "t")
     visits = [Visit(socket.create_connection((HOST, port), 2), tmp_path, None) for _ in range(2)]
@@ -49,6 +54,8 @@ def test_the_launcher_stays_until_all_nodes_know(tmp_path: Path) -> None:
     assert farewell.is_alive()
     late = Visit(socket.create_connection((HOST, port), 2), tmp_path, None)
     late.say(NodeHello(ticket="t", name="n", host="h", pid=1))
+    while len(nodes.present) < 3:
+        time.sleep(0.01)
     for visit in (*visits, late):
         while visit.goes_on:
             visit.pump()
