@@ -260,7 +260,7 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
         "base_ratio": sizes[0] / state_bytes,
         "stall_ms": 1000 * statistics.median(stalls[1:]),
         "save_ms": 1000 * statistics.median(walls[1:]),
-        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),  # of a rank that makes none
+        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),  # NaN: not told by this engine
         "commit_put_ms": statistics.median(engine.puts_ms[1:] or [math.nan]),
         "restore_ms": 1000 * statistics.median(restores),
         "state_mb": state_bytes / MB,

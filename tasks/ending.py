@@ -27,7 +27,7 @@ class Ending:
         regroup: why a group asked to be started again with other nodes; it has committed.
         killed_because: why we killed it; None if we did not.
         silent_seconds: between its last sign of progress and our verdict, if silence was the reason.
-        stack: the newest calls of its main thread, if it hung.
+        stack: the newest calls of its main thread, if it hung; of a group, what it has reported of its ranks.
         oom_kills: processes that the kernel killed for memory in our control group meanwhile.
         tail: the last lines that it printed.
     """

@@ -169,7 +169,7 @@ class RangeSupervisor:
                 epoch=self.progress.epoch,
                 step=self.progress.step,
                 silent_seconds=ending.silent_seconds if ending else None,
-                stack=failed.report if failed else ending.stack if ending else None,
+                stack=ending.stack if ending else None,
                 created=wall_clock(),
             ),
         )

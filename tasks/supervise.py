@@ -243,7 +243,7 @@ class Child:
             regroup=self._regroup,
             killed_because=self._because,
             silent_seconds=self._silent_seconds,
-            stack=main_stack(self._stack or ()),
+            stack=main_stack(self._stack or ()) or (self._failed.report if self._failed else None),
             oom_kills=self._oom_kills,
             tail=self._relay.tail,
         )

@@ -186,15 +186,15 @@ class Members:
             reason += f" and has not come to the collective that others wait in ({first.where.recent[0]})"
         return self._of(last, reason)
 
-    def ask(self, ask: Callable[[bytes], None]) -> None:
+    def ask(self, send: Callable[[bytes], None]) -> None:
         """Have all ranks tell where their training is.
 
         Args:
-            ask: sends a word to the ranks of all nodes.
+            send: sends a word to the ranks of all nodes.
         """
         for member in self.members.values():
             member.where = None
-        ask(TELL)
+        send(TELL)
 
     def owe_answer(self) -> bool:
         """Whether a rank that can tell has not."""
