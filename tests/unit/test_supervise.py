@@ -93,7 +93,8 @@ for step in scripts[min(spec.token, len(scripts)) - 1]:
         say(Profiled(rank=int(rest), path=str(path)))
     elif word == "fail":
         kind, _, message = rest.partition(" ")
-        say(Failed(error=kind, message=message, hint="look"))
+        message, _, report = message.partition(" | ")
+        say(Failed(error=kind, message=message, hint="look", report=report or None))
         sys.exit(KINDS[kind].exit_code if kind in KINDS else 1)
     elif word == "garbage":
         out.write(b'{{"kind": "boast"}}\\n' + b"\\xff" * 100 + b"\\n")
@@ -316,6 +317,13 @@ def test_a_hang_is_reported_with_its_stack_also_with_the_interpreters_lock_held(
     assert 1.0 < end.silent_seconds < 10.0
     assert end.stack is not None
     assert f"fake.py:{line} <module>" in end.stack
+
+
+def test_what_a_group_reports_of_its_ranks_is_kept_with_its_end(bench: Bench) -> None:
+    bench.supervise(restarts_in_place=0)
+    with pytest.raises(Unavailable, match="rank 1 made no step"):
+        bench.run(["restored", "fail Unavailable rank 1 made no step | rank 0: 4 collectives begun"])
+    assert read_ends(bench.store)[1].stack == "rank 0: 4 collectives begun"
 
 
 def test_a_frozen_process_is_killed_and_called_so(bench: Bench) -> None:
