@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from benchmarks.measure import MB, size_of
 from training.checkpoint import IncrementalCheckpointer
 from training.checkpoint.manifest import Position
-from training.checkpoint.ranks.contribution import Outcome
 from training.checkpoint.ranks.tcp import LOOPBACK, TcpExchange, host_store
 from training.checkpoint.state.parts import boxes_of
 from training.config import JobConfig, load_config
@@ -98,25 +97,17 @@ class Retoma(RankEngine):
 
     def _time_commits(self) -> None:
         attempt: Any = self._checkpointer._attempt
-        if self.exchange.rank:
-            tell = attempt._tell_part
+        messages, write, put = attempt._messages, attempt._write_packs, attempt.store.put_if_absent
+        tell_outcome = messages.tell_outcome
 
-            def timed_tell(part: Any) -> None:
-                self.told.append(time.perf_counter())
-                tell(part)
-
-            attempt._tell_part = timed_tell
-            return
-        settle, post, put = attempt._settle, attempt._post, attempt.store.put_if_absent
-
-        def timed_settle(*arguments: Any) -> Any:
+        def timed_write(*arguments: Any) -> Any:
+            written = write(*arguments)
             self.told.append(time.perf_counter())
-            return settle(*arguments)
+            return written
 
-        def timed_post(key: str, message: Any) -> None:
-            post(key, message)
-            if isinstance(message, Outcome):
-                self.posted.append(time.perf_counter())
+        def timed_outcome(sequence: int, outcome: Any) -> None:
+            tell_outcome(sequence, outcome)
+            self.posted.append(time.perf_counter())
 
         def timed_put(key: str, data: bytes) -> bool:
             started = time.perf_counter()
@@ -124,7 +115,11 @@ class Retoma(RankEngine):
             self.puts_ms.append(1000 * (time.perf_counter() - started))
             return bool(done)
 
-        attempt._settle, attempt._post, attempt.store.put_if_absent = timed_settle, timed_post, timed_put
+        attempt._write_packs, messages.tell_outcome, attempt.store.put_if_absent = (
+            timed_write,
+            timed_outcome,
+            timed_put,
+        )
 
 
 class DcpSave(RankEngine):

@@ -176,12 +176,25 @@ class Attempt:
         self.is_open, self._opened_seconds = True, perf_counter()
         return found.state if found is not None else None
 
-    def _write_packs(self, draft: Draft, sequence: int, base: bool, rank: int = 0) -> Written:
+    def _write_packs(
+        self,
+        draft: Draft,
+        sequence: int,
+        base: bool,
+        rank: int = 0,
+        meanwhile: Callable[[Written], None] = lambda _: None,
+    ) -> Written:
         self._gate.check(draft.snapshot, draft.position, self._my_token, sequence)  # before anything is written
         writer = PackWriter(self.store, PackName(self._my_token, sequence, rank), self.uploaders, first=rank)
         reference = self._reference if not base else None
         return write_packs(
-            draft.snapshot, reference, writer, self.encoders, choices=self._choices, bounded=self.bounded
+            draft.snapshot,
+            reference,
+            writer,
+            self.encoders,
+            choices=self._choices,
+            bounded=self.bounded,
+            meanwhile=meanwhile,
         )
 
     def _manifest(self, draft: Draft, content: Content, sequence: int, base: bool) -> Manifest:

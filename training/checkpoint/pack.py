@@ -35,7 +35,7 @@ class Written:
     state_digest: str
     modes: dict[str, int]
     encode_seconds: float  # of CPU time, all threads together
-    upload_seconds: float  # of all packs together; they may overlap
+    upload_seconds: float = 0.0  # of all packs together; they may overlap
 
     @property
     def size_bytes(self) -> int:
@@ -80,10 +80,14 @@ class PackWriter:
         self._size_bytes += len(encoded)
         return frame
 
-    def finish(self) -> None:
-        """Put the open pack and wait until all of them are durable."""
+    def flush(self) -> None:
+        """The open pack is on its way, too."""
         if self._parts:
             self._flush()
+
+    def finish(self) -> None:
+        """Put the open pack and wait until all of them are durable."""
+        self.flush()
         while self._uploads:
             self._await_one()
 
@@ -127,13 +131,28 @@ def write_packs(
     *,
     choices: Choices,
     bounded: BoundedCodec | None = None,
+    meanwhile: Callable[[Written], None] = lambda _: None,
 ) -> Written:
     """Encode what differs from the reference (everything, if there is none) and put it.
 
     Returns when all packs are durable. Nothing is committed yet.
+
+    Args:
+        snapshot: what to write.
+        reference: what was written before.
+        writer: of packs.
+        encoders: threads.
+        choices: of modes.
+        bounded: deltas with a bounded error.
+        meanwhile: called when all is coded and the last packs are on their way.
     """
     try:
-        return _write(snapshot, reference, writer, encoders, choices, bounded)
+        written = _code(snapshot, reference, writer, encoders, choices, bounded)
+        writer.flush()
+        meanwhile(written)
+        writer.finish()
+        written.upload_seconds = writer.upload_seconds
+        return written
     except NoSpace:
         writer.discard()
         raise
@@ -143,7 +162,7 @@ def write_packs(
         raise
 
 
-def _write(
+def _code(
     snapshot: Snapshot,
     reference: Reference | None,
     writer: PackWriter,
@@ -174,6 +193,5 @@ def _write(
         if coded.mode != "same":
             chunks.append(coded.entry(data, digest, frames))
         digests, frames = [], []
-    writer.finish()
     whole_digest = state_digest(snapshot.layout_digest, snapshot.values, whole)
-    return Written(chunks, writer.packs, found, whole_digest, dict(modes), seconds, writer.upload_seconds)
+    return Written(chunks, writer.packs, found, whole_digest, dict(modes), seconds)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from training.checkpoint.document import print_json
-from training.checkpoint.manifest import Chunk, Costs, Layout, Pack, Position, Ref
+from training.checkpoint.manifest import Chunk, Layout, Pack, Position, Ref
 from training.checkpoint.manifest import Part as Section
 from training.checkpoint.token import Rollback, Skipped
 from training.errors import RetomaError, error_of_kind
@@ -50,8 +50,7 @@ class Contribution(Section):
         first_pack: of the rank, as the frames of its chunks count; right if each rank before it has written one.
         packs: what it wrote.
         work_bytes: see `Cost`.
-        costs, modes: of its part.
-        failure: what went wrong; nothing else counts then.
+        encode_seconds, modes: of its part.
     """
 
     rank: int
@@ -65,8 +64,20 @@ class Contribution(Section):
     first_pack: int = 0
     packs: tuple[Pack, ...] = ()
     work_bytes: int = 0
-    costs: Costs = Costs()
+    encode_seconds: float = 0.0
     modes: dict[str, int] = Field(default_factory=dict)
+
+
+class Stored(Section):
+    """A rank's packs are durable.
+
+    Attributes:
+        upload_seconds: what that took, of all packs together.
+        failure: what went wrong instead.
+    """
+
+    rank: int
+    upload_seconds: float = 0.0
     failure: Failure | None = None
 
 

@@ -37,11 +37,11 @@ class Exchange(Protocol):
     def post(self, key: str, data: bytes) -> None:
         """Let every rank take `data` under `key`."""
 
-    def take(self, key: str, seconds: float, stop: Sequence[str] = ()) -> bytes:
-        """What was posted under `key`; waits for it.
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
+        """What was posted under each of the keys; waits until all of it is there.
 
         Raises:
-            Stopped: it is not there, and something is under one of the keys `stop`.
+            Stopped: some of it is not there, and something is under one of the keys `stop`.
             Unavailable: it did not come in time, or the messages can't be reached.
         """
 
@@ -54,9 +54,9 @@ def dead_key(rank: int) -> str:
     return f"dead/{rank}"
 
 
-def not_in_time(key: str, seconds: float) -> Unavailable:
+def not_in_time(keys: Sequence[str], seconds: float) -> Unavailable:
     """The error of those who have waited for long enough."""
-    return Unavailable(f"nothing was heard under {key} for {seconds:g} s: a rank does not answer")
+    return Unavailable(f"not all was heard of {', '.join(keys)} in {seconds:g} s: a rank does not answer")
 
 
 class MemoryBoard:
@@ -95,16 +95,17 @@ class _MemoryExchange:
             self._board.messages[key] = data
             self._board.changed.notify_all()
 
-    def take(self, key: str, seconds: float, stop: Sequence[str] = ()) -> bytes:
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
         board, deadline = self._board, time.monotonic() + seconds
-        board.before(self.rank, "take", key)
+        for key in keys:
+            board.before(self.rank, "take", key)
         with board.changed:
-            while key not in board.messages:
+            while not all(key in board.messages for key in keys):
                 if found := next((other for other in stop if other in board.messages), None):
                     raise Stopped(found)
                 if not board.changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise not_in_time(key, seconds)
-            return board.messages[key]
+                    raise not_in_time(keys, seconds)
+            return [board.messages[key] for key in keys]
 
     def forget(self, key: str) -> None:
         with self._board.changed:

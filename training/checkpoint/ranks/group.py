@@ -1,35 +1,34 @@
 """An attempt of a group of ranks: each writes its share, rank 0 commits, and all take its outcome for their own.
 
-Two phases: every rank puts its packs and posts its part of the manifest, or its error; rank 0 waits for all parts,
-commits, and posts the outcome. No collective of the training is used, so that a dead rank fails a save and blocks
-nobody.
+Two phases: every rank tells its part of the manifest and that its packs are stored, or its error; rank 0 waits for
+all of them, commits, and tells the outcome. No collective of the training is used, so that a dead rank fails a save
+and blocks nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
-
-from pydantic import BaseModel
+from dataclasses import dataclass, replace
 
 from training.checkpoint.attempt import Attempt
 from training.checkpoint.commit import commit
-from training.checkpoint.draft import Draft
-from training.checkpoint.manifest import Committed, Costs, Manifest, Position
+from training.checkpoint.draft import Content, Draft
+from training.checkpoint.manifest import Committed, Manifest, Position
 from training.checkpoint.pack import Written
 from training.checkpoint.policy import Cost, work_of
-from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel
-from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
-from training.checkpoint.ranks.leader import Leader
+from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel, Stored
+from training.checkpoint.ranks.exchange import Exchange
+from training.checkpoint.ranks.leader import Leader, Whole
+from training.checkpoint.ranks.messages import Messages
 from training.checkpoint.restore import Found, RestoredState, View, load_checkpoint
 from training.checkpoint.state.boxes import Wanted
 from training.checkpoint.state.share import Share
 from training.checkpoint.token import Skipped
 from training.errors import Corrupt, Invalid, RetomaError, Unavailable
 
-T = TypeVar("T")
+Explain = Callable[[Manifest, Cost], Manifest]  # with the reason for its kind
+EARLY_SECONDS = 1.0  # that rank 0 waits for the others' parts before it looks what became of its own packs
 
 
 @dataclass(kw_only=True)
@@ -47,7 +46,6 @@ class GroupAttempt(Attempt):
     patience_seconds: float = 600.0
     _looks: int = 0
     _asked: int = 0
-    _told: list[int] = field(default_factory=list)  # saves whose messages may still be there
     _next_base: tuple[bool, str] = (True, "")
     _told_layout: str = ""  # digest of the structure that rank 0 has of this rank
 
@@ -56,6 +54,7 @@ class GroupAttempt(Attempt):
         if self.exchange.taken:
             raise Invalid("an exchange serves one checkpointer", hint="make an exchange for each, on all ranks")
         self.exchange.taken = True
+        self._messages = Messages(self.exchange, self.patience_seconds)
         self._leader = Leader(self.exchange.size) if self.exchange.rank == 0 else None
 
     def open(self) -> RestoredState | None:
@@ -65,27 +64,13 @@ class GroupAttempt(Attempt):
     def write(self, draft: Draft, failed_saves: int, skipped_saves: int) -> Committed:
         """See `Attempt.write`. All ranks return the same checkpoint, or raise the same error."""
         sequence = self.take_sequence()
-        base = draft.base or self._next_base[0]
-        reason = "asked for" if draft.base else self._next_base[1]
-        written: Written | None = None
-        error: BaseException | None = None
-        try:
-            draft.copying.finish()
-            written = self._write_packs(draft, sequence, base, self.exchange.rank)
-            part = Parcel.of(self._contribution(draft, written, sequence, base), written.chunks)
-        except BaseException as problem:  # noqa: BLE001 - the others wait; it is raised below
-            error = problem
-            part = self._sorry(sequence, problem)
-        self._told_layout = ""  # if this save fails, rank 0 may have taken its structure, or may not
+        base, reason = (True, "asked for") if draft.base else self._next_base
+        explain = lambda m, cost: self.policy.explain(m, cost, reason, failed_saves, skipped_saves)  # noqa: E731
         if self._leader is None:
-            outcome, committed = self._await_outcome(part, draft)
+            written, outcome, committed = self._contribute(draft, sequence, base)
         else:
-            explain = lambda m, cost: self.policy.explain(m, cost, reason, failed_saves, skipped_saves)  # noqa: E731
-            outcome, committed = self._settle(self._leader, part, draft, explain)
-        if committed is None or written is None:
-            assert outcome.failure is not None  # noqa: S101 - one of both
-            raise error or outcome.failure.error()
-        self._next_base, self._told_layout = outcome.next_base, part.told.layout_digest
+            written, outcome, committed = self._lead_save(self._leader, draft, sequence, base, explain)
+        self._next_base, self._told_layout = outcome.next_base, draft.snapshot.layout_digest
         self._reference, self.head = written.reference, committed
         return committed
 
@@ -99,28 +84,23 @@ class GroupAttempt(Attempt):
         """See `Attempt.has_checkpoint`. Rank 0 looks, and tells all."""
         key, self._asked = f"asked/{self._asked}", self._asked + 1
         if self._leader is None:
-            look = self._take(key, 0, Look.model_validate_json)
+            look = self._messages.take(key, 0, Look)
             if look.failure is not None:
                 raise look.failure.error()
             return look.found
         try:
             found = super().has_checkpoint()
         except BaseException as error:
-            self._post(key, Look(failure=Failure.of(error)))
+            self._messages.post(key, Look(failure=Failure.of(error)))
             raise
-        self._post(key, Look(token=self._my_token, found=found))
+        self._messages.post(key, Look(token=self._my_token, found=found))
         return found
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others, who have begun the same save. It fails on all ranks."""
         sequence = self.take_sequence()
         with suppress(Unavailable):  # what the caller is about to raise is the cause
-            if self._leader is None:
-                self._tell_part(self._sorry(sequence, error))
-            else:
-                self._told.append(sequence)
-                told = Failure.of(error).error(self.exchange.rank)
-                self._post(f"save/{sequence}", Outcome(failure=Failure.of(told)))
+            self._tell_failed(sequence, error)
 
     def quarantine(self, name: str, reason: str, position: Position, since_step: int) -> None:
         """See `Attempt.quarantine`: all ranks find it, and rank 0 keeps it."""
@@ -137,7 +117,7 @@ class GroupAttempt(Attempt):
             if found is not None:
                 leader.start_from(found.chain)
         except BaseException as error:
-            self._post(self._look_key(), Look(failure=Failure.of(error)))
+            self._messages.post(self._look_key(), Look(failure=Failure.of(error)))
             raise
         self._next_base = self.policy.decide()
         done = Look(
@@ -147,13 +127,13 @@ class GroupAttempt(Attempt):
             rollback=self.rollback,
             next_base=self._next_base,
         )
-        self._post(self._look_key(), done)
+        self._messages.post(self._look_key(), done)
         return restored
 
     def _load_together(self, token: int, sequence: int, skipped: list[Skipped]) -> Found:
         """Have every rank read a checkpoint. Raises `Corrupt` if one of them cannot."""
         look = self._look_key()
-        self._post(look, Look(token=self._my_token, place=(token, sequence)))
+        self._messages.post(look, Look(token=self._my_token, place=(token, sequence)))
         self._looks += 1
         found: Found | None = None
         damage: RetomaError | None = None
@@ -162,7 +142,7 @@ class GroupAttempt(Attempt):
         except Corrupt as error:
             damage = error
         for rank in range(1, self.exchange.size):
-            answer = self._take(f"{look}/r{rank}", rank, Outcome.model_validate_json)
+            answer = self._messages.take(f"{look}/r{rank}", rank, Outcome)
             if answer.failure is not None:
                 told = answer.failure.error(rank)
                 damage = told if damage is None or not isinstance(told, Corrupt) else damage
@@ -176,7 +156,7 @@ class GroupAttempt(Attempt):
         found: Found | None = None
         while True:
             key = self._look_key()
-            look = self._take(key, 0, Look.model_validate_json)
+            look = self._messages.take(key, 0, Look)
             if look.failure is not None:
                 raise look.failure.error()
             self.token = look.token
@@ -188,7 +168,7 @@ class GroupAttempt(Attempt):
                 found = self._load(*look.place, [])
             except BaseException as error:  # noqa: BLE001 - rank 0 decides, and tells everybody
                 found, answer = None, Outcome(failure=Failure.of(error))
-            self._post(f"{key}/r{self.exchange.rank}", answer)
+            self._messages.post(f"{key}/r{self.exchange.rank}", answer)
         self.rollback, self._next_base = look.rollback, look.next_base
         if not look.found:
             return None
@@ -200,92 +180,103 @@ class GroupAttempt(Attempt):
         view = View(Wanted(self.exchange.rank, self.box_of), self.share)
         return load_checkpoint(self.store, self.run, token, sequence, skipped, view=view)
 
-    def _contribution(self, draft: Draft, written: Written, sequence: int, base: bool) -> Contribution:
-        snapshot = draft.snapshot
+    def _contribute(self, draft: Draft, sequence: int, base: bool) -> tuple[Written, Outcome, Committed]:
+        """The other ranks: write, tell, and take the outcome for their own."""
+        tell = lambda written: self._messages.tell_part(self._part(draft, written, sequence, base))  # noqa: E731
+        try:
+            draft.copying.finish()
+            written = self._write_packs(draft, sequence, base, self.exchange.rank, tell)
+        except BaseException as error:  # whatever it is, the others wait
+            self._tell_failed(sequence, error)
+            with suppress(Unavailable):  # all ranks leave a save together, as far as they live
+                self._messages.outcome(sequence)
+            raise
+        self._messages.tell_stored(sequence, Stored(rank=self.exchange.rank, upload_seconds=written.upload_seconds))
+        outcome = self._messages.outcome(sequence)
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+        return written, outcome, self._committed(draft, sequence, outcome)
+
+    def _lead_save(
+        self, leader: Leader, draft: Draft, sequence: int, base: bool, explain: Explain
+    ) -> tuple[Written, Outcome, Committed]:
+        """Rank 0: write, wait for all parts, commit when all are stored, and tell all."""
+        early: list[tuple[Content, Whole]] = []
+
+        def gather(written: Written, seconds: float | None = None) -> tuple[Content, Whole]:
+            return leader.combine(
+                [self._part(draft, written, sequence, base), *self._messages.parts(sequence, seconds)]
+            )
+
+        def gather_early(written: Written) -> None:
+            with suppress(RetomaError):  # what it is will be the same when this rank's own packs are stored
+                early.append(gather(written, EARLY_SECONDS))
+
+        try:
+            draft.copying.finish()
+            written = self._write_packs(draft, sequence, base, 0, gather_early)
+        except BaseException as error:
+            self._tell_failed(sequence, error)
+            raise
+        try:
+            content, whole = early[0] if early else gather(written)
+            uploads = [written.upload_seconds, *(one.upload_seconds for one in self._messages.stored(sequence))]
+            content = replace(content, upload_seconds=sum(uploads))
+            manifest = explain(self._manifest(draft, content, sequence, base), content.cost)
+            committed = Committed(manifest, commit(self.store, manifest, content.printed))
+        except BaseException as error:  # whatever it is, the others wait
+            self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(error)))
+            raise
+        leader.whole = whole
+        self.policy.committed(manifest.kind, content.cost)
+        outcome = Outcome(
+            ref=committed.ref,
+            kind=manifest.kind,
+            state_digest=manifest.state_digest,
+            next_base=self.policy.decide(),
+        )
+        self._messages.tell_outcome(sequence, outcome)
+        with suppress(Unavailable):  # it is committed all the same
+            self._messages.forget_past()
+        return written, outcome, committed
+
+    def _part(self, draft: Draft, written: Written, sequence: int, base: bool) -> Parcel:
+        snapshot, told_layout = draft.snapshot, self._told_layout
+        self._told_layout = ""  # if this save fails, rank 0 may have taken the structure, or may not
         values = snapshot.values
         if self._leader is None:
             values = [values[place] for place in snapshot.own_values]
-        return Contribution(
+        told = Contribution(
             rank=self.exchange.rank,
             sequence=sequence,
             position=draft.position,
             base=base,
             layout_digest=snapshot.layout_digest,
-            layout=snapshot.layout if snapshot.layout_digest != self._told_layout else None,
+            layout=snapshot.layout if snapshot.layout_digest != told_layout else None,
             values=values,
             rows=tuple((c.key, c.item_bytes, c.size_bytes, c.digest) for c in written.chunks),
             first_pack=self.exchange.rank,
             packs=tuple(written.packs),
             work_bytes=work_of(written.chunks),
-            costs=Costs(encode_seconds=written.encode_seconds, upload_seconds=written.upload_seconds),
+            encode_seconds=written.encode_seconds,
             modes=written.modes,
         )
+        return Parcel.of(told, written.chunks)
 
-    def _settle(
-        self, leader: Leader, part: Parcel, draft: Draft, explain: Callable[[Manifest, Cost], Manifest]
-    ) -> tuple[Outcome, Committed | None]:
-        """Rank 0: wait for all parts, commit, and tell all."""
-        committed, sequence = None, part.told.sequence
-        self._told.append(sequence)
-        try:
-            parts = [part]
-            for other in self._collect(sequence) if part.told.failure is None else ():
-                parts.append(other)
-            for failed, _ in parts:
-                if failed.failure is not None:
-                    raise failed.failure.error(failed.rank)
-            content, whole = leader.combine(parts)
-            manifest = explain(self._manifest(draft, content, sequence, part.told.base), content.cost)
-            committed = Committed(manifest, commit(self.store, manifest, content.printed))
-            leader.whole = whole
-            self.policy.committed(manifest.kind, content.cost)
-            outcome = Outcome(
-                ref=committed.ref,
-                kind=manifest.kind,
-                state_digest=manifest.state_digest,
-                next_base=self.policy.decide(),
-            )
-        except BaseException as error:  # whatever it is, the others wait
-            outcome = Outcome(failure=Failure.of(error))
-            if not isinstance(error, RetomaError):
-                self._post(f"save/{sequence}", outcome)
-                raise
-        self._post(f"save/{sequence}", outcome)
-        if committed is not None:
-            with suppress(Unavailable):  # it is committed all the same
-                self._forget_past()
-        return outcome, committed
+    def _tell_failed(self, sequence: int, error: BaseException) -> None:
+        rank, failure = self.exchange.rank, Failure.of(error)
+        if rank:
+            self._messages.tell_stored(sequence, Stored(rank=rank, failure=failure))
+        else:
+            self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(failure.error(rank))))
 
-    def _forget_past(self) -> None:
-        """All ranks have told their shares of the last save: they are past those before it."""
-        for done in self._told[:-1]:
-            for key in ("", "/failed", *(f"/r{rank}" for rank in range(1, self.exchange.size))):
-                self.exchange.forget(f"save/{done}{key}")
-        self._told = self._told[-1:]
-
-    def _collect(self, sequence: int) -> Iterator[Parcel]:
-        """The parts of the other ranks, as they come; the first failure ends it."""
-        save = f"save/{sequence}"
-        alarms = [f"{save}/failed", *(dead_key(rank) for rank in range(1, self.exchange.size))]
-        for rank in range(1, self.exchange.size):
-            try:
-                yield self._take(f"{save}/r{rank}", rank, Parcel.decode, alarms)
-            except Stopped as alarm:
-                if alarm.key != alarms[0]:
-                    raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
-                yield self._take(alarms[0], 0, Parcel.decode)
-                return
-
-    def _await_outcome(self, part: Parcel, draft: Draft) -> tuple[Outcome, Committed | None]:
-        """The other ranks: tell, and take the outcome for their own."""
-        self._tell_part(part)
-        outcome = self._take(f"save/{part.told.sequence}", 0, Outcome.model_validate_json)
-        if outcome.failure is not None or outcome.ref is None:
-            return outcome, None
-        manifest = Manifest(  # what a rank is asked about: the whole is in the store
+    def _committed(self, draft: Draft, sequence: int, outcome: Outcome) -> Committed:
+        """What a rank is asked about; the whole manifest is in the store."""
+        assert outcome.ref is not None  # noqa: S101 - it has not failed
+        manifest = Manifest(
             run=self.run,
             token=self._my_token,
-            sequence=part.told.sequence,
+            sequence=sequence,
             kind=outcome.kind,
             position=draft.position,
             world_size=self.exchange.size,
@@ -296,28 +287,7 @@ class GroupAttempt(Attempt):
             state_digest=outcome.state_digest,
             health=draft.health,
         )
-        return outcome, Committed(manifest, outcome.ref)
-
-    def _sorry(self, sequence: int, error: BaseException) -> Parcel:
-        return Parcel(Contribution(rank=self.exchange.rank, sequence=sequence, failure=Failure.of(error)))
-
-    def _tell_part(self, part: Parcel) -> None:
-        save = f"save/{part.told.sequence}"
-        self.exchange.post(f"{save}/r{part.told.rank}", part.encode())
-        if part.told.failure is not None:
-            self.exchange.post(f"{save}/failed", part.encode())  # rank 0 need not wait for the others
+        return Committed(manifest, outcome.ref)
 
     def _look_key(self) -> str:
         return f"open/{self._looks}"
-
-    def _post(self, key: str, message: BaseModel) -> None:
-        self.exchange.post(key, message.model_dump_json().encode())
-
-    def _take(self, key: str, sender: int, parse: Callable[[bytes], T], stop: Sequence[str] = ()) -> T:
-        stops = stop or [dead_key(sender)]
-        try:
-            return parse(self.exchange.take(key, self.patience_seconds, stops))
-        except Stopped as stopped:
-            if stop:
-                raise
-            raise Unavailable(f"rank {sender} is dead") from stopped

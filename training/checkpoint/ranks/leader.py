@@ -41,7 +41,7 @@ class Leader:
         """The content of a manifest, and what `whole` is when it is committed.
 
         Args:
-            parcels: of all ranks, in order; none failed.
+            parcels: of all ranks, in order.
 
         Raises:
             Invalid: the ranks are not at the same save, or their states have different structures.
@@ -61,7 +61,6 @@ class Leader:
             raise Invalid(f"no rank saves chunk {min(missing)}")
         values = [value for contribution in contributions for value in contribution.values]
         packs = [pack for contribution in contributions for pack in contribution.packs]
-        costs = [contribution.costs for contribution in contributions]
         modes: Counter[str] = Counter()
         for contribution in contributions:
             modes.update(contribution.modes)
@@ -75,8 +74,8 @@ class Leader:
             packs=packs,
             state_digest=state_digest(digest, values, whole),
             state_bytes=sum(size for _, size, _ in whole.values()),
-            encode_seconds=sum(cost.encode_seconds for cost in costs),
-            upload_seconds=sum(cost.upload_seconds for cost in costs),
+            encode_seconds=sum(one.encode_seconds for one in contributions),
+            upload_seconds=0.0,  # not known yet
             modes=modes,
             cost=Cost(sum(one.work_bytes for one in contributions), sum(pack.size_bytes for pack in packs)),
             world_size=self.size,

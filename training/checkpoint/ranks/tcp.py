@@ -56,18 +56,19 @@ class TcpExchange:
         """See `Exchange.post`."""
         self._reach(lambda: self._store.set(self._prefix + key, data))
 
-    def take(self, key: str, seconds: float, stop: Sequence[str] = ()) -> bytes:
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
         """See `Exchange.take`."""
         deadline = time.monotonic() + seconds
+        names = [self._prefix + key for key in keys]
         while True:
             left = deadline - time.monotonic()
-            if self._waits([key], min(LOOK_SECONDS, left)):
-                return self._reach(lambda: bytes(self._store.get(self._prefix + key)))
+            if (found := self._look(names, min(LOOK_SECONDS, left))) is not None:
+                return found
             for other in stop:
                 if self._reach(lambda other=other: self._store.check([self._prefix + other])):  # type: ignore[misc]
                     raise Stopped(other)
             if left <= LOOK_SECONDS:
-                raise not_in_time(key, seconds)
+                raise not_in_time(keys, seconds)
 
     def forget(self, key: str) -> None:
         """See `Exchange.forget`."""
@@ -77,13 +78,15 @@ class TcpExchange:
         """Add to the number under `key`, which begins at 0, and tell what it is now."""
         return self._reach(lambda: int(self._store.add(self._prefix + key, more)))
 
-    def _waits(self, keys: list[str], seconds: float) -> bool:
-        """Whether all keys are there within so long."""
+    def _look(self, names: list[str], seconds: float) -> list[bytes] | None:
+        """What is under all names, if it is there within so long; in one question, since a commit waits."""
         try:
-            self._store.wait([self._prefix + key for key in keys], timedelta(seconds=max(seconds, 0.001)))
+            self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
+            return [bytes(data) for data in self._store.multi_get(names)]
         except (DistStoreError, RuntimeError):  # no time left, or nobody there: the next operation tells
-            return False
-        return True
+            return None
+        finally:
+            self._store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
 
     def _reach(self, work: Callable[[], T]) -> T:
         try:

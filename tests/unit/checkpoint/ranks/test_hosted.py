@@ -55,7 +55,7 @@ def meet(exchange: Exchange) -> dict[str, Any]:
     rank, other = first.rank, 1 - first.rank
     for number, own in enumerate((first, second)):
         own.post(f"from {rank}", str(number).encode())
-    found["heard"] = [own.take(f"from {other}", 10) for own in (first, second)]
+    found["heard"] = [own.take([f"from {other}"], 10)[0] for own in (first, second)]
     found["listening"] = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
     first.close()
     begun = time.monotonic()
@@ -63,7 +63,7 @@ def meet(exchange: Exchange) -> dict[str, Any]:
         second.abandon()
     else:
         with pytest.raises(Stopped):
-            second.take("never", 60, [dead_key(1)])
+            second.take(["never"], 60, [dead_key(1)])
     found["silent"] = time.monotonic() - begun
     dist.barrier()
     if rank == 0:
@@ -72,7 +72,7 @@ def meet(exchange: Exchange) -> dict[str, Any]:
     begun = time.monotonic()
     if rank == 1:
         with pytest.raises(Unavailable):
-            second.take("never", 60, [dead_key(0)])
+            second.take(["never"], 60, [dead_key(0)])
     found["gone"] = time.monotonic() - begun
     return found
 
