@@ -208,5 +208,9 @@ class Attempt:
             job=self.job,
             data=self.data,
             created=self.now(),
-            attempt_seconds=perf_counter() - self._opened_seconds,
+            attempt_seconds=self._attempt_seconds,
         )
+
+    @property
+    def _attempt_seconds(self) -> float:
+        return perf_counter() - self._opened_seconds

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from training.checkpoint.manifest import Manifest, Ref, encode_manifest
+from training.checkpoint.manifest import Manifest, Ref, encode_manifest, ref_of
 from training.checkpoint.store import NotFound, Store
 from training.checkpoint.token import check_not_fenced
 from training.errors import Fenced, Unavailable
 
 
-def commit(store: Store, manifest: Manifest, chunks: bytes | None = None) -> Ref:
+def commit(store: Store, manifest: Manifest, data: bytes | None = None) -> Ref:
     """Put the manifest between two looks for a newer claim. When this returns, the save is acknowledged.
 
     The first look only saves work. The second is the guarantee: a newer attempt claims before it reads the
@@ -17,13 +17,13 @@ def commit(store: Store, manifest: Manifest, chunks: bytes | None = None) -> Ref
     Args:
         store: the run's store.
         manifest: what to commit.
-        chunks: see `encode_manifest`.
+        data: its bytes, if they are there already.
 
     Raises:
         Fenced: a newer attempt exists, or other bytes are under this key. Final for this attempt.
         Unavailable: the store did not answer, and whether the manifest is there could not be found out either.
     """
-    data, ref = encode_manifest(manifest, chunks)
+    data = encode_manifest(manifest)[0] if data is None else data
     check_not_fenced(store, manifest.token, manifest.run)
     try:
         written = store.put_if_absent(manifest.key, data)  # THE COMMIT POINT
@@ -37,7 +37,7 @@ def commit(store: Store, manifest: Manifest, chunks: bytes | None = None) -> Ref
             sequence=manifest.sequence,
         )
     check_not_fenced(store, manifest.token, manifest.run)
-    return ref
+    return ref_of(manifest, data)
 
 
 def _settled(store: Store, key: str, data: bytes, unknown: Unavailable) -> bool:

@@ -47,17 +47,20 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
 
 
-def encode(document: Document, printed: Mapping[str, bytes] | None = None) -> bytes:
-    """Bytes of a document. The same document always gives the same ones.
+def encode(document: Document) -> bytes:
+    """Bytes of a document. The same document always gives the same ones."""
+    return enveloped(print_json(document))
 
-    Args:
-        document: what to write.
-        printed: fields that are JSON already, instead of those of the document.
-    """
-    body = print_json(document, leave_out=set(printed or ()))
-    for name, value in (printed or {}).items():
-        body = b'%s,"%s":%s}' % (body[:-1], name.encode(), value)
-    return _HEAD + body + _MIDDLE + digest(body).encode() + _TAIL
+
+def enveloped(body: bytes) -> bytes:
+    """Bytes of a document whose body is printed already."""
+    return b"".join((_HEAD, body, _MIDDLE, digest(body).encode(), _TAIL))
+
+
+def with_fields(body: bytes, fields: Mapping[str, bytes]) -> bytes:
+    """A printed object with more fields, which are printed, too."""
+    more = (b',"%s":%s' % (name.encode(), value) for name, value in fields.items())
+    return b"".join((memoryview(body)[:-1], *more, b"}"))
 
 
 def print_json(model: BaseModel, leave_out: set[str] | None = None) -> bytes:

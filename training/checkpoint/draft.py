@@ -35,7 +35,7 @@ from training.checkpoint.state.snapshot import Snapshot
 class Content:
     """What a manifest says about the bytes of a state, after its packs are written.
 
-    `printed` are the chunks as JSON, if they are not in `chunks`.
+    `printed` are the chunks as JSON, where they are not in `chunks`.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class Content:
     modes: Mapping[str, int]
     cost: Cost
     world_size: int = 1
-    printed: bytes | None = None
+    printed: bytes = b""
 
     @classmethod
     def of(cls, snapshot: Snapshot, written: Written) -> Content:
@@ -126,17 +126,21 @@ class Draft:
             deltas_since_base=0 if base or before is None else before.deltas_since_base + 1,
             metrics=self.metrics,
             health=self.health,
-            costs=Costs(
-                state_bytes=content.state_bytes,
-                written_bytes=content.cost.read_bytes,
-                stall_seconds=self.stall_seconds + self.copying.waited_seconds,
-                encode_seconds=content.encode_seconds,
-                upload_seconds=content.upload_seconds,
-                save_seconds=time.perf_counter() - self.started,
-                attempt_seconds=attempt_seconds,
-            ),
+            costs=self.costs(content, content.upload_seconds, attempt_seconds),
             decision=Decision(modes=dict(content.modes), interval=self.interval),
             writer=Writer(host=socket.gethostname(), pid=os.getpid(), version=_version(), created=created),
+        )
+
+    def costs(self, content: Content, upload_seconds: float, attempt_seconds: float) -> Costs:
+        """What the save has cost until now."""
+        return Costs(
+            state_bytes=content.state_bytes,
+            written_bytes=content.cost.read_bytes,
+            stall_seconds=self.stall_seconds + self.copying.waited_seconds,
+            encode_seconds=content.encode_seconds,
+            upload_seconds=upload_seconds,
+            save_seconds=time.perf_counter() - self.started,
+            attempt_seconds=attempt_seconds,
         )
 
 

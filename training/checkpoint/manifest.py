@@ -237,15 +237,15 @@ def pack_key(token: int, sequence: int, index: int, rank: int = 0) -> str:
     return PackName(token, sequence, rank).key(index)
 
 
-def encode_manifest(manifest: Manifest, chunks: bytes | None = None) -> tuple[bytes, Ref]:
-    """Bytes to commit, and the reference that a child will hold.
+def encode_manifest(manifest: Manifest) -> tuple[bytes, Ref]:
+    """Bytes to commit, and the reference that a child will hold."""
+    data = encode(manifest)
+    return data, ref_of(manifest, data)
 
-    Args:
-        manifest: what to commit.
-        chunks: its chunks as JSON, instead of those that it holds.
-    """
-    data = encode(manifest, {"chunks": chunks} if chunks is not None else None)
-    return data, Ref(token=manifest.token, sequence=manifest.sequence, digest=digest_bytes(data))
+
+def ref_of(manifest: Manifest, data: bytes) -> Ref:
+    """The reference to a manifest with such bytes."""
+    return Ref(token=manifest.token, sequence=manifest.sequence, digest=digest_bytes(data))
 
 
 def decode_manifest(data: bytes, token: int, sequence: int, run: str | None = None) -> Committed:

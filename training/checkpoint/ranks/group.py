@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from training.checkpoint.attempt import Attempt
 from training.checkpoint.commit import commit
-from training.checkpoint.draft import Content, Draft
+from training.checkpoint.draft import Draft
 from training.checkpoint.manifest import Committed, Manifest, Position
 from training.checkpoint.pack import Written
 from training.checkpoint.policy import Cost, work_of
 from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel, Stored
 from training.checkpoint.ranks.exchange import Exchange
-from training.checkpoint.ranks.leader import Leader, Whole
+from training.checkpoint.ranks.leader import Leader, Ready
 from training.checkpoint.ranks.messages import Messages
 from training.checkpoint.restore import Found, RestoredState, View, load_checkpoint
 from training.checkpoint.state.boxes import Wanted
@@ -65,10 +66,12 @@ class GroupAttempt(Attempt):
         """See `Attempt.write`. All ranks return the same checkpoint, or raise the same error."""
         sequence = self.take_sequence()
         base, reason = (True, "asked for") if draft.base else self._next_base
-        explain = lambda m, cost: self.policy.explain(m, cost, reason, failed_saves, skipped_saves)  # noqa: E731
         if self._leader is None:
             written, outcome, committed = self._contribute(draft, sequence, base)
         else:
+            explain = partial(
+                self.policy.explain, reason=reason, failed_saves=failed_saves, skipped_saves=skipped_saves
+            )
             written, outcome, committed = self._lead_save(self._leader, draft, sequence, base, explain)
         self._next_base, self._told_layout = outcome.next_base, draft.snapshot.layout_digest
         self._reference, self.head = written.reference, committed
@@ -201,34 +204,34 @@ class GroupAttempt(Attempt):
         self, leader: Leader, draft: Draft, sequence: int, base: bool, explain: Explain
     ) -> tuple[Written, Outcome, Committed]:
         """Rank 0: write, wait for all parts, commit when all are stored, and tell all."""
-        early: list[tuple[Content, Whole]] = []
+        early: list[Ready] = []
 
-        def gather(written: Written, seconds: float | None = None) -> tuple[Content, Whole]:
-            return leader.combine(
-                [self._part(draft, written, sequence, base), *self._messages.parts(sequence, seconds)]
-            )
+        def make_ready(written: Written, seconds: float | None = None) -> Ready:
+            parts = [self._part(draft, written, sequence, base), *self._messages.parts(sequence, seconds)]
+            content, whole = leader.combine(parts)
+            manifest = explain(self._manifest(draft, content, sequence, base), content.cost)
+            return Ready.of(manifest, content, whole)
 
-        def gather_early(written: Written) -> None:
+        def make_ready_early(written: Written) -> None:
             with suppress(RetomaError):  # what it is will be the same when this rank's own packs are stored
-                early.append(gather(written, EARLY_SECONDS))
+                early.append(make_ready(written, EARLY_SECONDS))
 
         try:
             draft.copying.finish()
-            written = self._write_packs(draft, sequence, base, 0, gather_early)
+            written = self._write_packs(draft, sequence, base, 0, make_ready_early)
         except BaseException as error:
             self._tell_failed(sequence, error)
             raise
         try:
-            content, whole = early[0] if early else gather(written)
+            ready = early[0] if early else make_ready(written)
             uploads = [written.upload_seconds, *(one.upload_seconds for one in self._messages.stored(sequence))]
-            content = replace(content, upload_seconds=sum(uploads))
-            manifest = explain(self._manifest(draft, content, sequence, base), content.cost)
-            committed = Committed(manifest, commit(self.store, manifest, content.printed))
+            manifest, data = ready.with_costs(draft.costs(ready.content, sum(uploads), self._attempt_seconds))
+            committed = Committed(manifest, commit(self.store, manifest, data))
         except BaseException as error:  # whatever it is, the others wait
             self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(error)))
             raise
-        leader.whole = whole
-        self.policy.committed(manifest.kind, content.cost)
+        leader.whole = ready.whole
+        self.policy.committed(manifest.kind, ready.content.cost)
         outcome = Outcome(
             ref=committed.ref,
             kind=manifest.kind,

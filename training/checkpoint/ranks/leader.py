@@ -5,18 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from training.checkpoint.chain import Chain, plan_chunks
 from training.checkpoint.coding.codec import state_digest
-from training.checkpoint.document import print_json
+from training.checkpoint.document import enveloped, print_json, with_fields
 from training.checkpoint.draft import Content
-from training.checkpoint.manifest import Chunk, Layout, layout_digest
+from training.checkpoint.manifest import Chunk, Costs, Layout, Manifest, layout_digest
 from training.checkpoint.policy import Cost
 from training.checkpoint.ranks.contribution import Contribution, Parcel
 from training.checkpoint.ranks.merge import merge
 from training.errors import Invalid
 
 Whole = dict[str, tuple[int, int, str]]  # chunk -> (bytes of an item, size in bytes, digest)
+
+
+class Ready(NamedTuple):
+    """What rank 0 commits when all is stored: everything but the costs is known, and printed."""
+
+    manifest: Manifest
+    body: bytes
+    content: Content
+    whole: Whole
+
+    @classmethod
+    def of(cls, manifest: Manifest, content: Content, whole: Whole) -> Self:
+        """Of a manifest whose chunks are printed already."""
+        body = with_fields(print_json(manifest, leave_out={"chunks", "costs"}), {"chunks": content.printed})
+        return cls(manifest, body, content, whole)
+
+    def with_costs(self, costs: Costs) -> tuple[Manifest, bytes]:
+        """The whole, and its bytes."""
+        data = enveloped(with_fields(self.body, {"costs": print_json(costs)}))
+        return self.manifest.model_copy(update={"costs": costs}), data
 
 
 @dataclass
