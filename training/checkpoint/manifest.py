@@ -115,7 +115,7 @@ class Costs(Part):
     written_bytes: int = 0
     stall_seconds: float = 0.0
     encode_seconds: float = 0.0  # of CPU time, all threads together
-    upload_seconds: float = 0.0  # of all packs together; they may overlap
+    upload_seconds: float = 0.0  # of all packs together; they may overlap. In a group, of rank 0's
     save_seconds: float = 0.0  # from the copy to the last pack
     attempt_seconds: float = 0.0  # since the attempt was opened
 

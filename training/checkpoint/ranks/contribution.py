@@ -68,17 +68,11 @@ class Contribution(Section):
     modes: dict[str, int] = Field(default_factory=dict)
 
 
-class Stored(Section):
-    """A rank's packs are durable.
-
-    Attributes:
-        upload_seconds: what that took, of all packs together.
-        failure: what went wrong instead.
-    """
+class Failed(Section):
+    """What went wrong on a rank."""
 
     rank: int
-    upload_seconds: float = 0.0
-    failure: Failure | None = None
+    failure: Failure
 
 
 class Parcel(NamedTuple):

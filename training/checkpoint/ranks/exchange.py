@@ -37,13 +37,16 @@ class Exchange(Protocol):
     def post(self, key: str, data: bytes) -> None:
         """Let every rank take `data` under `key`."""
 
-    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
-        """What was posted under each of the keys; waits until all of it is there.
+    def wait(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> None:
+        """Return when something was posted under each of the keys.
 
         Raises:
             Stopped: some of it is not there, and something is under one of the keys `stop`.
             Unavailable: it did not come in time, or the messages can't be reached.
         """
+
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
+        """What was posted under each of the keys; waits for it, and raises, as `wait` does."""
 
     def forget(self, key: str) -> None:
         """Nobody will take it any more."""
@@ -95,7 +98,7 @@ class _MemoryExchange:
             self._board.messages[key] = data
             self._board.changed.notify_all()
 
-    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
+    def wait(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> None:
         board, deadline = self._board, time.monotonic() + seconds
         for key in keys:
             board.before(self.rank, "take", key)
@@ -105,7 +108,11 @@ class _MemoryExchange:
                     raise Stopped(found)
                 if not board.changed.wait(max(0.0, deadline - time.monotonic())):
                     raise not_in_time(keys, seconds)
-            return [board.messages[key] for key in keys]
+
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
+        self.wait(keys, seconds, stop)
+        with self._board.changed:
+            return [self._board.messages[key] for key in keys]
 
     def forget(self, key: str) -> None:
         with self._board.changed:

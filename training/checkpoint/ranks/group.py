@@ -18,7 +18,7 @@ from training.checkpoint.draft import Draft
 from training.checkpoint.manifest import Committed, Manifest, Position
 from training.checkpoint.pack import Written
 from training.checkpoint.policy import Cost, work_of
-from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel, Stored
+from training.checkpoint.ranks.contribution import Contribution, Failure, Look, Outcome, Parcel
 from training.checkpoint.ranks.exchange import Exchange
 from training.checkpoint.ranks.leader import Leader, Ready
 from training.checkpoint.ranks.messages import Messages
@@ -194,7 +194,7 @@ class GroupAttempt(Attempt):
             with suppress(Unavailable):  # all ranks leave a save together, as far as they live
                 self._messages.outcome(sequence)
             raise
-        self._messages.tell_stored(sequence, Stored(rank=self.exchange.rank, upload_seconds=written.upload_seconds))
+        self._messages.tell_stored(sequence)
         outcome = self._messages.outcome(sequence)
         if outcome.failure is not None:
             raise outcome.failure.error()
@@ -224,8 +224,9 @@ class GroupAttempt(Attempt):
             raise
         try:
             ready = early[0] if early else make_ready(written)
-            uploads = [written.upload_seconds, *(one.upload_seconds for one in self._messages.stored(sequence))]
-            manifest, data = ready.with_costs(draft.costs(ready.content, sum(uploads), self._attempt_seconds))
+            self._messages.await_stored(sequence)
+            costs = draft.costs(ready.content, written.upload_seconds, self._attempt_seconds)
+            manifest, data = ready.with_costs(costs)
             committed = Committed(manifest, commit(self.store, manifest, data))
         except BaseException as error:  # whatever it is, the others wait
             self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(error)))
@@ -267,11 +268,11 @@ class GroupAttempt(Attempt):
         return Parcel.of(told, written.chunks)
 
     def _tell_failed(self, sequence: int, error: BaseException) -> None:
-        rank, failure = self.exchange.rank, Failure.of(error)
-        if rank:
-            self._messages.tell_stored(sequence, Stored(rank=rank, failure=failure))
+        if self._leader is None:
+            self._messages.tell_failed(sequence, error)
         else:
-            self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(failure.error(rank))))
+            told = Failure.of(error).error(self.exchange.rank)
+            self._messages.tell_outcome(sequence, Outcome(failure=Failure.of(told)))
 
     def _committed(self, draft: Draft, sequence: int, outcome: Outcome) -> Committed:
         """What a rank is asked about; the whole manifest is in the store."""

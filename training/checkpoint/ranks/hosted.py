@@ -106,11 +106,11 @@ class HostedExchange(TcpExchange):
         """Return when all ranks have come."""
         if self.rank == 0:
             for other in range(1, self.size):
-                self.take([f"{_MEET}/{other}"], 2 * CONNECT_SECONDS)
+                self.wait([f"{_MEET}/{other}"], 2 * CONNECT_SECONDS)
             self.post(_MEET, b"")
         else:
             self.post(f"{_MEET}/{self.rank}", b"")
-            self.take([_MEET], 2 * CONNECT_SECONDS)
+            self.wait([_MEET], 2 * CONNECT_SECONDS)
 
     def close(self) -> None:
         """Say goodbye. Rank 0 waits a little for the others to do so, since the store goes with it."""
@@ -122,7 +122,7 @@ class HostedExchange(TcpExchange):
                 self.post(f"bye/{self.rank}", b"")
             for other in range(1, self.size) if self.rank == 0 else ():
                 with suppress(Stopped, Unavailable):  # nothing depends on it
-                    self.take([f"bye/{other}"], max(0.0, deadline - time.monotonic()), [dead_key(other)])
+                    self.wait([f"bye/{other}"], max(0.0, deadline - time.monotonic()), [dead_key(other)])
         finally:
             self.abandon()
 
@@ -132,15 +132,15 @@ class HostedExchange(TcpExchange):
         self._pulse.join(2 * BEAT_SECONDS)
         self._server = None
 
-    def _look(self, names: list[str], seconds: float) -> list[bytes] | None:
+    def _there(self, names: list[str], seconds: float) -> bool:
         """Asks now and then: of a wait that ends torch warns, and this process has its log in other hands."""
         deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE_SECONDS
         while not self._reach(lambda: self._store.check(names)):
             if time.monotonic() + pause > deadline:
-                return None
+                return False
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, 1.5 * pause)
-        return self._reach(lambda: [bytes(data) for data in self._store.multi_get(names)])
+        return True
 
     def __enter__(self) -> Self:
         return self

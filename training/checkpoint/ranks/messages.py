@@ -7,16 +7,17 @@ while packs are still on their way, so that the commit need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from training.checkpoint.ranks.contribution import Outcome, Parcel, Stored
+from training.checkpoint.ranks.contribution import Failed, Failure, Outcome, Parcel
 from training.checkpoint.ranks.exchange import Exchange, Stopped, dead_key
 from training.errors import Unavailable
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Messages:
@@ -48,24 +49,23 @@ class Messages:
         """Of this rank, when it is coded."""
         self._exchange.post(_part(parcel.told.sequence, self.rank), parcel.encode())
 
-    def tell_stored(self, sequence: int, stored: Stored) -> None:
-        """That this rank's packs are durable, or will not be."""
-        self.post(_stored(sequence, self.rank), stored)
-        if stored.failure is not None:
-            self.post(_failed(sequence), stored)  # rank 0 need not wait for the others
+    def tell_stored(self, sequence: int) -> None:
+        """That this rank's packs are durable."""
+        self._exchange.post(_stored(sequence, self.rank), b"")
+
+    def tell_failed(self, sequence: int, error: BaseException) -> None:
+        """That this rank's packs will never be durable."""
+        self.post(_failed(sequence), Failed(rank=self.rank, failure=Failure.of(error)))
 
     def parts(self, sequence: int, seconds: float | None = None) -> list[Parcel]:
         """For rank 0: those of the others, when all are there. Raises the error of a rank that has failed."""
         keys = [_part(sequence, rank) for rank in self.others]
-        return [Parcel.decode(data) for data in self._of_all(sequence, keys, seconds)]
+        return [Parcel.decode(data) for data in self._of_all(self._exchange.take, sequence, keys, seconds)]
 
-    def stored(self, sequence: int) -> list[Stored]:
-        """For rank 0: that all others have stored their packs. Raises the error of a rank that has failed."""
+    def await_stored(self, sequence: int) -> None:
+        """For rank 0: until all others have stored their packs. Raises the error of a rank that has failed."""
         keys = [_stored(sequence, rank) for rank in self.others]
-        found = [Stored.model_validate_json(data) for data in self._of_all(sequence, keys)]
-        for one in found:
-            _check(one)
-        return found
+        self._of_all(self._exchange.wait, sequence, keys)  # nothing is read: the commit waits for this
 
     def tell_outcome(self, sequence: int, outcome: Outcome) -> None:
         """From rank 0 to all."""
@@ -84,20 +84,22 @@ class Messages:
                 self._exchange.forget(key)
         self._told = self._told[-1:]
 
-    def _of_all(self, sequence: int, keys: Sequence[str], seconds: float | None = None) -> list[bytes]:
-        failed, patience_seconds = _failed(sequence), self._patience_seconds if seconds is None else seconds
+    def _of_all(
+        self,
+        hear: Callable[[Sequence[str], float, Sequence[str]], T],
+        sequence: int,
+        keys: Sequence[str],
+        seconds: float | None = None,
+    ) -> T:
+        patience_seconds = self._patience_seconds if seconds is None else seconds
+        failed = _failed(sequence)
         try:
-            return self._exchange.take(keys, patience_seconds, [failed, *map(dead_key, self.others)])
+            return hear(keys, patience_seconds, [failed, *map(dead_key, self.others)])
         except Stopped as alarm:
             if alarm.key != failed:
                 raise Unavailable(f"rank {alarm.key.rpartition('/')[2]} is dead") from alarm
-            _check(self.take(failed, 0, Stored))
-            raise
-
-
-def _check(stored: Stored) -> None:
-    if stored.failure is not None:
-        raise stored.failure.error(stored.rank)
+            told = self.take(failed, 0, Failed)
+            raise told.failure.error(told.rank) from alarm
 
 
 def _part(sequence: int, rank: int) -> str:

@@ -56,19 +56,25 @@ class TcpExchange:
         """See `Exchange.post`."""
         self._reach(lambda: self._store.set(self._prefix + key, data))
 
-    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
-        """See `Exchange.take`."""
+    def wait(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> None:
+        """See `Exchange.wait`."""
         deadline = time.monotonic() + seconds
         names = [self._prefix + key for key in keys]
         while True:
             left = deadline - time.monotonic()
-            if (found := self._look(names, min(LOOK_SECONDS, left))) is not None:
-                return found
+            if self._there(names, min(LOOK_SECONDS, left)):
+                return
             for other in stop:
                 if self._reach(lambda other=other: self._store.check([self._prefix + other])):  # type: ignore[misc]
                     raise Stopped(other)
             if left <= LOOK_SECONDS:
                 raise not_in_time(keys, seconds)
+
+    def take(self, keys: Sequence[str], seconds: float, stop: Sequence[str] = ()) -> list[bytes]:
+        """See `Exchange.take`."""
+        self.wait(keys, seconds, stop)
+        names = [self._prefix + key for key in keys]
+        return self._reach(lambda: [bytes(data) for data in self._store.multi_get(names)])
 
     def forget(self, key: str) -> None:
         """See `Exchange.forget`."""
@@ -78,15 +84,13 @@ class TcpExchange:
         """Add to the number under `key`, which begins at 0, and tell what it is now."""
         return self._reach(lambda: int(self._store.add(self._prefix + key, more)))
 
-    def _look(self, names: list[str], seconds: float) -> list[bytes] | None:
-        """What is under all names, if it is there within so long; in one question, since a commit waits."""
+    def _there(self, names: list[str], seconds: float) -> bool:
+        """Whether something is under all names within so long."""
         try:
-            self._store.set_timeout(timedelta(seconds=max(seconds, 0.001)))
-            return [bytes(data) for data in self._store.multi_get(names)]
+            self._store.wait(names, timedelta(seconds=max(seconds, 0.001)))
         except (DistStoreError, RuntimeError):  # no time left, or nobody there: the next operation tells
-            return None
-        finally:
-            self._store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
+            return False
+        return True
 
     def _reach(self, work: Callable[[], T]) -> T:
         try:
