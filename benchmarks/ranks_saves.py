@@ -37,6 +37,7 @@ from training.trainer import Trainer
 HOME = Path(__file__).parents[1]
 CHAIN = 8  # deltas behind the base, in the state that is restored
 RESTORES = 3
+LONGEST_SECONDS = 600.0  # that the ranks of an engine may take
 Metrics = dict[str, float]
 
 
@@ -148,13 +149,17 @@ class DcpSave(RankEngine):
 
 
 class DcpAsyncSave(DcpSave):
-    """`dcp.async_save`."""
+    """`dcp.async_save`, with a process group of its own: on that of the training its thread locked all ranks up."""
 
     _pending: Any = None
 
+    def __init__(self, folder: Path, exchange: TcpExchange) -> None:
+        super().__init__(folder, exchange)
+        self._group = dist.new_group(backend="gloo")
+
     def save(self, state: dict[str, Any], number: int) -> None:
         self.wait()
-        self._pending = async_save(state, storage_writer=self._writer(number))
+        self._pending = async_save(state, storage_writer=self._writer(number), process_group=self._group)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -187,8 +192,13 @@ def measure_saves(
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
     for process in ranks:
         process.start()
+    deadline = time.monotonic() + LONGEST_SECONDS
     for process in ranks:
-        process.join()
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            for one in ranks:
+                one.kill()
+            raise RuntimeError(f"the ranks of {name} have not ended after {LONGEST_SECONDS:g} s")
         if process.exitcode:
             raise RuntimeError(f"a rank of {name} ended with exit code {process.exitcode}")
     del store
