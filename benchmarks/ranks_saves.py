@@ -36,6 +36,7 @@ from training.trainer import Trainer
 
 HOME = Path(__file__).parents[1]
 CHAIN = 8  # deltas behind the base, in the state that is restored
+CHAINS = 3  # saved, one after the other
 RESTORES = 3
 LONGEST_SECONDS = 600.0  # that the ranks of an engine may take
 Metrics = dict[str, float]
@@ -181,8 +182,9 @@ def measure_saves(
 
     Returns:
         `bytes_ratio`: written by a delta save of all ranks together, in parts of the raw state. `stall_ms`: the
-        slowest rank stands still, median. `save_ms`: until all is stored. `commit_ms`: of the first rank's work,
-        see the engines. `restore_ms`: of the slowest rank, after `CHAIN` deltas.
+        slowest rank stands still, median of the saves that are deltas, as in all that follow. `save_ms`: until all
+        is stored. `commit_ms`: of the first rank's work, see the engines. `restore_ms`: of the slowest rank, after
+        `CHAIN` deltas.
     """
     store, port = host_store()
     folder = scratch / f"ranks-{name}"
@@ -238,7 +240,8 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
     steps = _Steps(trainer)
     steps.take(warm_up_steps)
     stalls, walls, sizes = [], [], []
-    for number in range(CHAIN + 1):
+    saves = CHAINS * (CHAIN + 1)
+    for number in range(saves):
         before = size_of(folder)
         dist.barrier()
         started = time.perf_counter()
@@ -249,24 +252,28 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
         dist.barrier()
         sizes.append(size_of(folder) - before)
         dist.barrier()
-        if number < CHAIN:
+        if number < saves - 1:
             steps.take(gap_steps)
     engine.gather()
+
+    def deltas(values: list[float]) -> list[float]:
+        return [value for number, value in enumerate(values) if number % (CHAIN + 1)]
+
     state = _state(trainer)
     restores = []
     for _ in range(RESTORES):
         dist.barrier()
         started = time.perf_counter()
-        engine.restore(state, CHAIN)
+        engine.restore(state, saves - 1)
         restores.append(_slowest(time.perf_counter() - started))
     state_bytes = _whole_bytes(state)
     found = {
-        "bytes_ratio": statistics.fmean(sizes[1:]) / state_bytes,
+        "bytes_ratio": statistics.fmean(deltas(sizes)) / state_bytes,
         "base_ratio": sizes[0] / state_bytes,
-        "stall_ms": 1000 * statistics.median(stalls[1:]),
-        "save_ms": 1000 * statistics.median(walls[1:]),
-        "commit_ms": statistics.median(engine.commits_ms[1:] or [math.nan]),  # NaN: not told by this engine
-        "commit_put_ms": statistics.median(engine.puts_ms[1:] or [math.nan]),
+        "stall_ms": 1000 * statistics.median(deltas(stalls)),
+        "save_ms": 1000 * statistics.median(deltas(walls)),
+        "commit_ms": statistics.median(deltas(engine.commits_ms) or [math.nan]),  # NaN: not told by this engine
+        "commit_put_ms": statistics.median(deltas(engine.puts_ms) or [math.nan]),
         "restore_ms": 1000 * statistics.median(restores),
         "state_mb": state_bytes / MB,
     }
