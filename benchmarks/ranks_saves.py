@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +256,7 @@ def _measure(engine: RankEngine, trainer: Trainer, gap_steps: int, warm_up_steps
             steps.take(gap_steps)
     engine.gather()
 
-    def deltas(values: list[float]) -> list[float]:
+    def deltas(values: Sequence[float]) -> list[float]:
         return [value for number, value in enumerate(values) if number % (CHAIN + 1)]
 
     state = _state(trainer)
