@@ -66,6 +66,7 @@ def retoma_train(stack: Settings, folder: Path, run: str, **changes: object) -> 
             process.wait(20)
 
 
+@pytest.mark.soak  # the drill kills a training process in every run of the tests
 def test_a_killed_training_process_is_restarted_in_place_and_changes_nothing(
     stack: Settings, tmp_path: Path, straight_digest: str
 ) -> None:
