@@ -7,15 +7,18 @@ import os
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from training.checkpoint.ranks.tcp import TcpExchange
 from training.guard import die_with_parent
+from training.parallel.agent import ONE_THREAD
 
 SECONDS = 120
 _PRELOAD = [
@@ -30,6 +33,8 @@ _PRELOAD = [
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    with patch.dict(os.environ, ONE_THREAD):  # as ranks of retoma have it
+        forkserver.ensure_running()
     return context
 
 

@@ -24,6 +24,9 @@ from training.ports import Message, RangeSpec
 
 PRELOAD = ["training.rank", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 MONITOR_SECONDS = 0.1
+# Of threads that nobody has told otherwise, such as those of a process group. A product of matrices has other last
+# bits with another number, so that this is not left to the environment; the training's own thread has `threads`.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 FOLDER_PREFIX = "retoma-group-"
 VICTIMS_SECONDS = 0.3  # after a rank has died the others may say what they know
 LAST_WORDS_SECONDS = 1.0  # from the end of one rank until the others have said what they know
@@ -37,7 +40,7 @@ def launching(pipelines: bool = False) -> Iterator[Path]:
         pipelines: whether the ranks will be stages of one.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(ONE_THREAD)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")
     # a rank looks twice a second whether a message is there, and torch would warn each time that it is not
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -54,7 +54,7 @@ def compress(model: DistributedDataParallel, config: ParallelConfig) -> Residual
     """Register the hook that the configuration names.
 
     Raises:
-        Invalid: an unknown compression.
+        Invalid: an unknown compression, or one that would depend on which thread computes it.
     """
     if config.compression is None:
         return None
@@ -63,6 +63,12 @@ def compress(model: DistributedDataParallel, config: ParallelConfig) -> Residual
         return None
     if config.compression != "powersgd":
         raise Invalid(f"unknown compression {config.compression!r}")
+    if model.device_type == "cpu" and torch.get_num_threads() > 1:
+        raise Invalid(
+            "compression: powersgd needs threads: 1 on CPUs: it computes in threads of the process group, too; "
+            "these have one, and with another number the same product has other last bits",
+            hint="set threads: 1, or compression: fp16",
+        )
     state = powerSGD_hook.PowerSGDState(
         # Of its own: its rounds are begun by threads, and would mix with DDP's own among the ranks.
         process_group=dist.new_group(),
