@@ -49,7 +49,7 @@ class RankEngine(ABC):
         self.folder, self.exchange = folder, exchange
         self.commits_ms: list[float] = []  # on rank 0: what the commit itself takes, see the engines
         self.puts_ms: list[float] = []  # of it in the store
-        self.told: list[float] = []  # when this rank had stored its share of each save, and began to tell
+        self.told: list[float] = []  # when this rank had stored its share of each save
         self.posted: list[float] = []  # on rank 0: when all could know of each commit
 
     def gather(self) -> None:
@@ -99,12 +99,17 @@ class Retoma(RankEngine):
 
     def _time_commits(self) -> None:
         attempt: Any = self._checkpointer._attempt
-        messages, write, put = attempt._messages, attempt._write_packs, attempt.store.put_if_absent
-        tell_outcome = messages.tell_outcome
+        messages, write, store = attempt._messages, attempt._write_packs, attempt.store
+        put_pack, put, tell_outcome = store.put, store.put_if_absent, messages.tell_outcome
+        stored = [0.0]
+
+        def timed_pack(key: str, parts: Any) -> None:
+            put_pack(key, parts)
+            stored[0] = time.perf_counter()
 
         def timed_write(*arguments: Any) -> Any:
-            written = write(*arguments)
-            self.told.append(time.perf_counter())
+            written = write(*arguments)  # rank 0 puts the parts together in it: that is a part of the commit
+            self.told.append(stored[0])
             return written
 
         def timed_outcome(sequence: int, outcome: Any) -> None:
@@ -117,11 +122,8 @@ class Retoma(RankEngine):
             self.puts_ms.append(1000 * (time.perf_counter() - started))
             return bool(done)
 
-        attempt._write_packs, messages.tell_outcome, attempt.store.put_if_absent = (
-            timed_write,
-            timed_outcome,
-            timed_put,
-        )
+        attempt._write_packs, messages.tell_outcome = timed_write, timed_outcome
+        store.put, store.put_if_absent = timed_pack, timed_put
 
 
 class DcpSave(RankEngine):
